@@ -1,0 +1,1 @@
+"""Thin adapters that put beam-moe's kernels underneath engines and trainers."""
