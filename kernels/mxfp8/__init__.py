@@ -1,0 +1,23 @@
+"""MXFP8 (OCP microscaling, blocks of 32): the format and its reference, quantisation, and matrix products."""
+
+from beam_moe.kernels.mxfp8.format import (
+    MXFP8Tensor,
+    dequantize_reference,
+    e8m0_from_amax,
+    e8m0_reciprocal,
+    e8m0_to_float,
+    quantize_reference,
+    swizzle_scales,
+    unswizzle_scales,
+)
+
+__all__ = [
+    "MXFP8Tensor",
+    "dequantize_reference",
+    "e8m0_from_amax",
+    "e8m0_reciprocal",
+    "e8m0_to_float",
+    "quantize_reference",
+    "swizzle_scales",
+    "unswizzle_scales",
+]
