@@ -2,8 +2,8 @@
 
 A time is the median over replays of one CUDA graph that holds many calls on rotated operand sets, so that launches
 cost what they cost inside an engine's decode graph and no operand is still in L2 when its turn comes again. Competing
-providers are replayed in turn, so that clocks and neighbours disturb all of them alike. A provider whose result is wrong
-has no time.
+providers are replayed in turn, so that clocks and neighbours disturb all of them alike. A provider whose result is
+wrong has no time.
 
 Rows live in ``bench/results/<device>/<bench>.json``, one JSON object per line of one array, keyed by ``case``. Set
 ``BEAM_MOE_RESULTS`` to write to another folder, and ``BEAM_MOE_COMMIT`` where the sources travel without their git
@@ -256,7 +256,7 @@ def time_us(calls: Calls, rounds: int = 15, target_ms: float = 3.0) -> dict[str,
 
 
 def kernel_us(calls: Calls, replays: int = 4) -> dict[str, float]:
-    """Microseconds of one call by kernel name, in order of first launch, by the profiler over replays; {} without a GPU."""
+    """Microseconds of one call by kernel name, by the profiler over graph replays; {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
     from torch.profiler import ProfilerActivity, profile
