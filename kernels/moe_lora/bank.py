@@ -244,7 +244,7 @@ class ExpertLoRA:
             raise ValueError(
                 f"ExpertLoRA.write_slot_: adapter's rank must be at most the bank's {self.rank}, got {adapter.rank}"
             )
-        for field, axis in (
+        for field, over in (
             ("shared_a", "experts in w13_a"),
             ("shared_b", "experts in w2_b"),
             ("one_a", "gate and up"),
