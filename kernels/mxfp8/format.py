@@ -1,32 +1,35 @@
 """The MXFP8 format: OCP microscaling elements in blocks of 32 that share one power-of-two scale.
 
-An element is E4M3 (largest value 448, no infinity) or E5M2 (largest value 57344). A block scale is an E8M0 byte ``s`` that
-means ``2**(s - 127)``; 255 is NaN and there is no zero. Scale rules (OCP Microscaling Formats v1.0, section 6.3, and NVIDIA's
-"Recipes for pre-training LLMs with MXFP8", arXiv 2506.08027), from the block's largest magnitude ``amax`` in fp32:
+An element is E4M3 (largest value 448, no infinity) or E5M2 (largest value 57344). A block scale is an E8M0 byte ``s``
+that means ``2**(s - 127)``; 255 is NaN and there is no zero. Scale rules (OCP Microscaling Formats v1.0, section 6.3, and
+NVIDIA's "Recipes for pre-training LLMs with MXFP8", arXiv 2506.08027), from the block's largest magnitude ``amax`` in
+fp32:
 
-=========  ===============================================================================  ==========================
-rounding   scale                                                                            amax after scaling, E4M3
-=========  ===============================================================================  ==========================
-``rceil``  ``amax * fp32(1 / largest)`` rounded up to a power of two                        (224, 448]: never saturates
-``floor``  ``2**(exponent(amax) - emax)``, emax 8 for E4M3 and 15 for E5M2                  [256, 512): 448 and up saturate
-=========  ===============================================================================  ==========================
+=========  =====================================================================  ==========================
+rounding   scale                                                                  amax after scaling, E4M3
+=========  =====================================================================  ==========================
+``rceil``  ``amax * fp32(1 / largest)`` rounded up to a power of two              (224, 448]: never saturates
+``floor``  ``2**(exponent(amax) - emax)``, emax 8 for E4M3 and 15 for E5M2        [256, 512): saturates at 448
+=========  =====================================================================  ==========================
 
 An element is ``x * 2**(127 - s)`` in fp32, rounded to nearest even and saturated. Contract for special values:
 
-- an all-zero block has scale byte 0 and elements +-0, the sign kept; byte 0 means ``2**-127``, its reciprocal is ``2**127``;
+- an all-zero block has scale byte 0 and elements +-0, the sign kept; byte 0 means ``2**-127``, not zero;
 - subnormal inputs, scales, products and elements are kept: nothing is flushed to zero;
-- NaN or infinity anywhere in a block gives scale byte 255 and 32 elements of 0x7F (NaN); its neighbours are untouched;
+- NaN or infinity anywhere in a block gives scale byte 255 and 32 elements of 0x7F (NaN); other blocks are untouched;
 - dequantising multiplies in fp32, which is exact unless the product overflows; scale byte 255 gives NaN.
 
-**Blocks along rows, in groups.** A wgrad contracts over the rows of each expert, so its operands hold blocks along axis -2
-that restart at each group. With ``offsets`` i32 (G + 1,), group g owning rows ``offsets[g] : offsets[g + 1]``, block j of group
-g covers rows ``offsets[g] + 32 * j`` up to ``min(offsets[g] + 32 * (j + 1), offsets[g + 1])`` and its scales are row
+**Blocks along rows, in groups.** A wgrad contracts over the rows of each expert, so its operands hold blocks along axis
+-2 that restart at each group. With ``offsets`` i32 (G + 1,), starting with 0 and never falling, group g owns rows
+``offsets[g] : offsets[g + 1]``; its block j covers rows ``offsets[g] + 32 * j`` up to
+``min(offsets[g] + 32 * (j + 1), offsets[g + 1])`` and has its scales in row
 
     ``offsets[g] // 32 + g + j``
 
-of ``scale``, (T // 32 + G, N). The rows of two groups never collide since ``(b - a + 31) // 32 <= b // 32 - a // 32 + 1``; the
-size is known on the host and no prefix sum is needed. A scale row that no block owns holds 0, and rows of data that no group
-owns (from ``offsets[G]`` on) hold 0 and have no scale. Data is not padded: the last block of a group is short.
+of ``scale``, (T // 32 + G, N). The rows of two groups never collide since
+``(b - a + 31) // 32 <= b // 32 - a // 32 + 1``; the size is known on the host and no prefix sum is needed. A scale row
+that no block owns holds 0, and rows of data that no group owns (from ``offsets[G]`` on) hold 0 and have no scale. Data is
+not padded: the last block of a group is short.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def _require(ok: bool, message: str) -> None:
 
 
 def num_blocks(rows: int, groups: int | None = None) -> int:
-    """Scale entries along a block axis of ``rows`` elements; the grouped layout's host-side bound if ``groups`` is given."""
+    """Scale entries along a block axis of ``rows`` elements; with ``groups``, the rows of the grouped layout."""
     return -(-rows // BLOCK) if groups is None else rows // BLOCK + groups
 
 
@@ -63,8 +66,8 @@ class MXFP8Tensor:
         scale: uint8 of data's shape with the size n of ``axis`` replaced by ``ceil(n / 32)``, any strides;
             ``torch.float8_e8m0fnu`` is accepted and viewed as uint8. The last block is short if 32 does not divide n.
         axis: -1 or -2, the axis along which the blocks run (the axis a matrix product contracts over).
-        offsets: i32 (G + 1,) if the blocks restart at each group of rows: ``data`` is (T, N), ``axis`` is -2 and ``scale``
-            (T // 32 + G, N) in the grouped layout of this module's docstring.
+        offsets: i32 (G + 1,) if the blocks restart at each group of rows: ``data`` is (T, N), ``axis`` is -2 and
+            ``scale`` (T // 32 + G, N) in the grouped layout of this module's docstring.
         swizzled: ``scale`` is in the 128x4 layout of `swizzle_scales`, (..., bytes).
 
     Raises:
@@ -168,7 +171,7 @@ class MXFP8Tensor:
 def _check_offsets(op: str, offsets: torch.Tensor, data: torch.Tensor) -> None:
     _require(
         offsets.dtype == torch.int32 and offsets.ndim == 1 and offsets.shape[0] >= 2,
-        f"{op}: offsets must be int32 of shape (groups + 1,) with a group at least, got {offsets.dtype} {tuple(offsets.shape)}",
+        f"{op}: offsets must be int32 of shape (groups + 1,), groups >= 1, got {offsets.dtype} {tuple(offsets.shape)}",
     )
     _require(data.ndim == 2, f"{op}: offsets need a matrix, got shape {tuple(data.shape)}")
     _require(offsets.device == data.device, f"{op}: offsets are on {offsets.device}, the data on {data.device}")
@@ -195,7 +198,7 @@ def e8m0_reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0_from_amax(amax: torch.Tensor, *, elem: str = "e4m3", rounding: str = "rceil") -> torch.Tensor:
-    """uint8 block scales of fp32 block maxima (not negative); non-finite maxima give 255. The rules are the module's table."""
+    """uint8 block scales of fp32 block maxima (not negative), by the module's table; non-finite maxima give 255."""
     _check_names("e8m0_from_amax", elem, rounding)
     bits = amax.to(torch.float32).view(torch.int32)
     if rounding == "rceil":
@@ -284,8 +287,11 @@ def _expand_scale(t: MXFP8Tensor) -> torch.Tensor:
 
 
 def dequantize_reference(t: MXFP8Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Element times scale in fp32, rounded once to ``dtype``: exact in fp32 unless the product overflows, and exact in bf16
-    for E4M3 with scale bytes 3 to 246 and E5M2 with 10 to 239."""
+    """Element times scale in fp32, rounded once to ``dtype``.
+
+    Exact in fp32 unless the product overflows, and exact in bf16 for E4M3 with scale bytes 3 to 246 and E5M2 with 10 to
+    239.
+    """
     return (t.data.to(torch.float32) * _expand_scale(t)).to(dtype)
 
 
@@ -298,12 +304,12 @@ def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
     """Scales in the 128x4 layout of Blackwell's tensor cores (cuBLAS "block scaling factors layout").
 
     Args:
-        scale: uint8 or ``float8_e8m0fnu`` (..., R, C), C blocks of each of R rows or columns; pass ``scale.mT`` of a tensor
-            with blocks along axis -2.
+        scale: uint8 or ``float8_e8m0fnu`` (..., R, C), C blocks of each of R rows or columns; pass ``scale.mT``
+            of a tensor with blocks along axis -2.
 
     Returns:
-        uint8 (..., bytes), zero where padded to 128 rows and 4 columns. Byte ``((r // 128) * ceil(C / 4) + c // 4) * 512 +
-        (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4`` holds entry (r, c).
+        uint8 (..., bytes), zero where padded to 128 rows and 4 columns. Byte
+        ``((r // 128) * ceil(C / 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4`` holds entry (r, c).
 
     Raises:
         ValueError: ``scale`` has another dtype or fewer than two dimensions.
@@ -325,10 +331,11 @@ def unswizzle_scales(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     Raises:
         ValueError: ``scale`` has another dtype, or not the bytes of ``rows`` and ``cols``.
     """
+    size = swizzled_size(rows, cols)
     _require(
-        scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and scale.shape[-1:] == (swizzled_size(rows, cols),),
-        f"unswizzle_scales: scale must be uint8 or float8_e8m0fnu (..., {swizzled_size(rows, cols)}) for {rows} rows and {cols} "
-        f"columns, got {scale.dtype} {tuple(scale.shape)}",
+        scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and scale.shape[-1:] == (size,),
+        f"unswizzle_scales: scale must be uint8 or float8_e8m0fnu (..., {size}) for {rows} rows and {cols} columns, "
+        f"got {scale.dtype} {tuple(scale.shape)}",
     )
     lead = scale.shape[:-1]
     tiles = scale.view(torch.uint8).reshape(*lead, -(-rows // 128), -(-cols // 4), 32, 4, 4)
