@@ -110,8 +110,8 @@ def _read_kernel(src_ptr, sink_ptr, blocks, BLOCK: tl.constexpr, UNROLL: tl.cons
     """Grid (programs,): each program sums every grid-th run of UNROLL blocks of 32-bit words and stores one sum."""
     acc = tl.zeros((BLOCK,), dtype=tl.int32)
     lane = tl.arange(0, BLOCK)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        base = src_ptr + block.to(tl.int64) * (BLOCK * UNROLL)
+    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
+        base = src_ptr + block * (BLOCK * UNROLL)
         for i in tl.static_range(UNROLL):
             acc += tl.load(base + i * BLOCK + lane)
     tl.store(sink_ptr + tl.program_id(0), tl.sum(acc))
