@@ -1,9 +1,9 @@
 """The MXFP8 format: OCP microscaling elements in blocks of 32 that share one power-of-two scale.
 
 An element is E4M3 (largest value 448, no infinity) or E5M2 (largest value 57344). A block scale is an E8M0 byte ``s``
-that means ``2**(s - 127)``; 255 is NaN and there is no zero. Scale rules (OCP Microscaling Formats v1.0, section 6.3, and
-NVIDIA's "Recipes for pre-training LLMs with MXFP8", arXiv 2506.08027), from the block's largest magnitude ``amax`` in
-fp32:
+that means ``2**(s - 127)``; 255 is NaN and there is no zero. Scale rules (OCP Microscaling Formats v1.0, section 6.3,
+and NVIDIA's "Recipes for pre-training LLMs with MXFP8", arXiv 2506.08027), from the block's largest magnitude ``amax``
+in fp32:
 
 =========  =====================================================================  ==========================
 rounding   scale                                                                  amax after scaling, E4M3
@@ -28,8 +28,8 @@ An element is ``x * 2**(127 - s)`` in fp32, rounded to nearest even and saturate
 
 of ``scale``, (T // 32 + G, N). The rows of two groups never collide since
 ``(b - a + 31) // 32 <= b // 32 - a // 32 + 1``; the size is known on the host and no prefix sum is needed. A scale row
-that no block owns holds 0, and rows of data that no group owns (from ``offsets[G]`` on) hold 0 and have no scale. Data is
-not padded: the last block of a group is short.
+that no block owns holds 0, and rows of data that no group owns (from ``offsets[G]`` on) hold 0 and have no scale. Data
+is not padded: the last block of a group is short.
 """
 
 from __future__ import annotations
