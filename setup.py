@@ -11,6 +11,7 @@ DEV = [
     "mypy>=1.11",
     "numpy>=1.26",
     "pre-commit>=3.8",
+    "pre-commit-hooks>=5.0",
     "pytest>=8.2",
     "pytest-benchmark>=4.0",
     "pytest-xdist>=3.6",
@@ -29,7 +30,13 @@ setup(
     package_dir=SOURCES,
     packages=[p for name, folder in SOURCES.items() for p in (name, *(f"{name}.{s}" for s in find_packages(folder)))],
     package_data={"beam_moe": ["py.typed"], "beam_moe.kernels": ["configs/*/*.json"]},
-    install_requires=["torch>=2.7", "triton>=3.3; platform_system == 'Linux'", "safetensors>=0.4.3", "rich>=13", "typer>=0.12"],
+    install_requires=[
+        "torch>=2.7",
+        "triton>=3.3; platform_system == 'Linux'",
+        "safetensors>=0.4.3",
+        "rich>=13",
+        "typer>=0.12",
+    ],
     extras_require={
         "vllm": ["vllm>=0.33,<0.35"],
         "megatron": ["megatron-core>=0.19.2,<0.20", "megatron-bridge>=0.6.2,<0.7"],
