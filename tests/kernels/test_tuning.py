@@ -1,0 +1,86 @@
+"""Tables of launch configurations: exact on shape, bucketed on rows, silent where they know nothing."""
+
+import json
+import logging
+
+import pytest
+from beam_moe.kernels import tuning
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "CONFIGS", tmp_path)
+    for cache in (tuning._table, tuning._find):
+        cache.cache_clear()
+    yield tmp_path
+    for cache in (tuning._table, tuning._find):
+        cache.cache_clear()
+
+
+def entry(rows, block, **shape):
+    return {"shape": shape, "rows": rows, "config": {"block_n": block}}
+
+
+def test_folder_of_a_device():
+    assert tuning.device_folder("NVIDIA H200") == "nvidia_h200"
+    assert tuning.device_folder("NVIDIA GeForce RTX 4090") == "nvidia_geforce_rtx_4090"
+    assert tuning.device_folder("NVIDIA H100-80GB") == "nvidia_h100_80gb"
+
+
+@pytest.mark.parametrize(
+    ("rows", "block"), [(1, 16), (4, 16), (5, 32), (16, 32), (17, 64), (64, 64), (65, 64), (9999, 64)]
+)
+def test_rows_take_the_smallest_bucket_that_holds_them(tables, rows, block):
+    tuning.save("NVIDIA H200", "op", [entry(64, 64, k=8, n=4), entry(4, 16, k=8, n=4), entry(16, 32, n=4, k=8)])
+    assert tuning.lookup("NVIDIA H200", "op", rows, n=4, k=8) == {"block_n": block}
+
+
+def test_shape_is_exact(tables, caplog):
+    tuning.save("NVIDIA H200", "op", [entry(16, 32, k=64)])
+    with caplog.at_level(logging.INFO):
+        assert tuning.lookup("NVIDIA H200", "op", 16, k=256) is None
+        assert tuning.lookup("NVIDIA H200", "op", 16, k=64, n=1) is None
+        assert tuning.lookup("NVIDIA H100", "op", 16, k=64) is None
+        once = len(caplog.records)
+        assert once == 3 and "heuristic" in caplog.text
+        assert tuning.lookup("NVIDIA H200", "op", 16, k=256) is None
+        assert tuning.lookup("NVIDIA H100", "op", 16, k=64) is None
+    assert len(caplog.records) == once  # a decode step asks thousands of times
+
+
+def test_save_merges_by_shape_and_rows(tables):
+    tuning.save("NVIDIA H200", "op", [entry(4, 16, k=8), entry(16, 32, k=8)])
+    assert tuning.lookup("NVIDIA H200", "op", 4, k=8) == {"block_n": 16}
+    path = tuning.save("NVIDIA H200", "op", [entry(4, 128, k=8), entry(4, 64, k=16)])
+    table = json.loads(path.read_text())
+    assert path == tables / "nvidia_h200" / "op.json"
+    assert table["device"] == "NVIDIA H200" and table["op"] == "op" and table["triton"] and table["torch"]
+    assert {(e["shape"]["k"], e["rows"]): e["config"]["block_n"] for e in table["entries"]} == {
+        (8, 4): 128,
+        (8, 16): 32,
+        (16, 4): 64,
+    }
+    assert tuning.lookup("NVIDIA H200", "op", 4, k=8) == {"block_n": 128}  # not what was cached before
+
+
+def test_save_refuses_unknown_fields(tables):
+    with pytest.raises(ValueError, match="shape, rows and config"):
+        tuning.save("NVIDIA H200", "op", [{"shape": {}, "rows": 1, "config": {}, "us": 3}])
+
+
+def test_override_nests_and_ends(tables):
+    with tuning.override("op", {"block_n": 1}):
+        with tuning.override("op", {"block_n": 2}):
+            assert tuning.lookup("x", "op", 7) == {"block_n": 2}
+        assert tuning.lookup("x", "op", 7) == {"block_n": 1}
+        assert tuning.lookup("x", "other", 7) is None
+    assert tuning.lookup("x", "op", 7) is None
+
+
+def test_shipped_tables_are_well_formed():
+    for path in tuning.CONFIGS.glob("*/*.json"):
+        table = json.loads(path.read_text())
+        assert tuning.device_folder(table["device"]) == path.parent.name and table["op"] == path.stem
+        keys = [(tuple(sorted(e["shape"].items())), e["rows"]) for e in table["entries"]]
+        assert keys and len(set(keys)) == len(keys)
+        assert all(e["config"] for e in table["entries"])
