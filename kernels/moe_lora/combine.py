@@ -1,0 +1,93 @@
+"""Last launch: each token's experts summed in ascending k, in fp32, scaled, and rounded once.
+
+    out[t] = scale * (sum_k w[t, k] * y[t, k]  +  B2 @ sum_k w[t, k] * s[t, k])
+
+    y  (P, H)  fp32     s  (TILES, P, R)  fp32     topk_weights  (T, K)  fp32     b2  (L, 1, H, R)     out  (T, H)  as x
+
+The second term is there only where one B2 serves all experts (shared-outer adapters), which is then read once for each
+block of tokens. A routed pair whose expert is out of range or foreign has no row in y and adds nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from beam_moe.kernels.moe_lora.down import load_s
+from beam_moe.kernels.moe_lora.pipeline import adapter_slot, let_next_start, live_rank, local_expert, wait_for_previous
+
+
+@triton.jit(do_not_specialize=["T", "SLOTS", "scale"])
+def _combine_kernel(
+    y_ptr,  # (P, H)
+    s_ptr,  # (TILES, P, R)
+    b2_ptr,  # (L, 1, H, R)
+    topk_weights_ptr,  # (T, K)
+    out_ptr,  # (T, H)
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    lora_ids_ptr,  # (T,)
+    ranks_ptr,  # (L,)
+    enabled_ptr,  # (L,)
+    scale,
+    T,
+    E_GLOBAL,
+    E,
+    SLOTS,
+    stride_bl,
+    stride_bn,
+    stride_out,
+    H: tl.constexpr,
+    RANK: tl.constexpr,  # 0: no shared B2
+    TILES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(H / BLOCK_H), ceil(T / BLOCK_T))."""
+    offs_t = tl.arange(0, BLOCK_T)
+    n = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    token = tl.program_id(1) * BLOCK_T + offs_t
+    mask_t = token < T
+    mask_n = n < H
+    token = tl.where(mask_t, token, 0)
+    P = (T * TOP_K).to(tl.int64)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+
+    acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
+        valid = local_expert(topk_ids_ptr, expert_map_ptr, pair, mask_t, E_GLOBAL, E, HAS_MAP) >= 0
+        weight = tl.load(topk_weights_ptr + pair, mask=valid, other=0.0)
+        y_ptrs = y_ptr + pair.to(tl.int64)[:, None] * H + n[None, :]
+        y = tl.load(y_ptrs, mask=valid[:, None] & mask_n[None, :], other=0.0)
+        acc = tl.where(valid[:, None], acc + weight[:, None] * y, acc)
+
+    if RANK > 0:
+        slot_t = adapter_slot(lora_ids_ptr, token, mask_t, SLOTS)
+        for slot in range(SLOTS):
+            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+            mine = (slot_t == slot) & (live > 0)
+            if tl.sum(mine.to(tl.int32), 0) > 0:
+                delta = tl.zeros((BLOCK_H, BLOCK_T), tl.float32)
+                b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + n.to(tl.int64)[:, None] * stride_bn
+                for first in range(0, live, BLOCK_R):
+                    r = first + tl.arange(0, BLOCK_R)
+                    mask_r = r < live
+                    v = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+                    for k in tl.static_range(TOP_K):
+                        pair = token * TOP_K + k
+                        valid = local_expert(topk_ids_ptr, expert_map_ptr, pair, mine, E_GLOBAL, E, HAS_MAP) >= 0
+                        weight = tl.load(topk_weights_ptr + pair, mask=valid, other=0.0)
+                        s = load_s(s_ptr, pair.to(tl.int64), valid[:, None] & mask_r[None, :], r, P, RANK, TILES)
+                        v += weight[:, None] * s
+                    b = tl.load(b_rows + r[None, :], mask=mask_n[:, None] & mask_r[None, :], other=0.0).to(tl.float32)
+                    delta = tl.dot(b, tl.trans(v), delta, input_precision="tf32x3")
+                acc = tl.where(mine[:, None], acc + tl.trans(delta), acc)
+
+    out = (acc * scale).to(out_ptr.dtype.element_ty)
+    tl.store(
+        out_ptr + token.to(tl.int64)[:, None] * stride_out + n[None, :], out, mask=mask_t[:, None] & mask_n[None, :]
+    )

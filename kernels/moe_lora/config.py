@@ -1,0 +1,115 @@
+"""Launch parameters of the fused layer: the tuned table of the device, else a rule that is safe everywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import triton
+
+from beam_moe.kernels import tuning
+
+OP = "moe_lora"
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Launch parameters of one layer.
+
+    They depend on the shape of the call alone, never on adapters or routing: a row's bits are the same whether or not an
+    adapter is loaded. `block_m`, tile sizes and `direct` do not change bits either; `splits` does.
+    """
+
+    block_m: int = 16  # routed rows of a block
+    direct: bool = False  # one block a routed pair, no plan: pays while hardly two tokens share an expert
+    up_block_n: int = 64
+    up_block_k: int = 128
+    up_warps: int = 4
+    up_stages: int = 4
+    splits: int = 4  # shares of the hidden axis in the first product
+    act_block_i: int = 64
+    act_warps: int = 4
+    down_block_n: int = 128
+    down_block_k: int = 64
+    down_warps: int = 4
+    down_stages: int = 5
+    combine_block_h: int = 256
+    combine_block_t: int = 1
+    combine_warps: int = 4
+    prefetch: int = 0  # programs that prefetch W2 while the launch before drains
+
+    @classmethod
+    def pick(cls, device: torch.device, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
+        """The tuned entry for this device and shape, bucketed on tokens, else `heuristic`."""
+        return _pick(device.type, device.index, tokens, top_k, experts, hidden, inter)
+
+    @classmethod
+    def heuristic(cls, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
+        """A rule that fits any device: blocks near the mean rows of an expert, splits until the grid is large."""
+        rows = tokens * top_k / max(experts, 1)
+        block_m = min(128, max(16, triton.next_power_of_2(int(rows))))
+        block_k = min(128, max(16, triton.next_power_of_2(hidden)))
+        blocks = min(tokens * top_k, experts)
+        tiles = triton.cdiv(2 * inter, 64) * blocks
+        splits = 1
+        while splits < 8 and tiles * splits < 4096 and hidden // (2 * splits) >= 4 * block_k:
+            splits *= 2
+        big = block_m >= 64
+        return cls(
+            block_m=block_m,
+            direct=tokens * top_k <= 16,
+            up_block_n=128 if big else 64,
+            up_block_k=64 if big else block_k,
+            up_warps=8 if block_m == 128 else 4,
+            up_stages=3,
+            splits=1 if big else splits,
+            act_block_i=min(64, max(16, triton.next_power_of_2(inter))),
+            down_block_n=min(128, max(16, triton.next_power_of_2(hidden))),
+            down_block_k=min(64, max(16, triton.next_power_of_2(inter))),
+            down_warps=8 if block_m == 128 else 4,
+            down_stages=3,
+            combine_block_h=min(1024 if big else 256, triton.next_power_of_2(hidden)),
+        )
+
+    def candidates(self) -> Iterator[MoEConfig]:
+        """Neighbours of this one, a launch at a time: what `bench/tune.py` tries."""
+        for name, values in CHOICES.items():
+            for value in values:
+                if value != getattr(self, name):
+                    yield replace(self, **{name: value})
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+CHOICES = {
+    "block_m": (16, 32, 64, 128),
+    "direct": (False, True),
+    "splits": (1, 2, 4, 5, 8, 10),
+    "up_block_n": (64, 128),
+    "up_block_k": (64, 128, 256),
+    "up_warps": (4, 8),
+    "up_stages": (2, 3, 4, 5, 6),
+    "act_block_i": (16, 32, 64),
+    "act_warps": (2, 4, 8),
+    "down_block_n": (64, 128, 256),
+    "down_block_k": (64, 128),
+    "down_warps": (4, 8),
+    "down_stages": (2, 3, 4, 5),
+    "combine_block_h": (128, 256, 512, 1024),
+    "combine_block_t": (1, 2, 4),
+    "combine_warps": (2, 4, 8),
+    "prefetch": (0, 132, 264, 528),
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _pick(kind: str, index: int | None, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
+    if kind == "cuda":
+        name = torch.cuda.get_device_name(index)
+        tuned = tuning.lookup(name, OP, tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
+        if tuned is not None:
+            return MoEConfig(**tuned)
+    return MoEConfig.heuristic(tokens, top_k, experts, hidden, inter)

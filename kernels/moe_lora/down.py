@@ -1,0 +1,129 @@
+"""Third launch: every expert's output, ``y = W2 @ h + B2 @ s``, one fp32 row for each routed pair.
+
+    w2  (E, H, I)       as x     h  (P, I)  as x     s  (TILES, P, R)  fp32, planes added in their order
+    b2  (L, E, H, R)    as x     y  (P, H)  fp32
+
+Where B2 is shared over experts, `combine` applies it once a token instead. While the launch before drains, the first
+programs ask for their tile of W2 to be brought into L2.
+"""
+
+import triton
+import triton.language as tl
+
+from beam_moe.kernels.moe_lora.pipeline import (
+    adapter_slot,
+    block_rows,
+    let_next_start,
+    live_rank,
+    prefetch_rows,
+    wait_for_previous,
+)
+
+
+@triton.jit
+def load_s(s_ptr, pair, mask, r, P, RANK: tl.constexpr, TILES: tl.constexpr):
+    """fp32 (BLOCK_M, BLOCK_R): the planes of s added in their order."""
+    s_ptrs = s_ptr + pair[:, None] * RANK + r[None, :]
+    s = tl.load(s_ptrs, mask=mask, other=0.0)
+    for tile in tl.static_range(1, TILES):
+        s += tl.load(s_ptrs + tile * P * RANK, mask=mask, other=0.0)
+    return s
+
+
+@triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
+def _down_kernel(
+    h_ptr,  # (P, I)
+    w2_ptr,  # (E, H, I)
+    s_ptr,  # (TILES, P, R)
+    b2_ptr,  # (L, E, H, R)
+    y_ptr,  # (P, H)
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    order_ptr,  # (P,)
+    table_ptr,  # (3, MAX_BLOCKS)
+    lora_ids_ptr,  # (T,)
+    ranks_ptr,  # (L,)
+    enabled_ptr,  # (L,)
+    T,
+    E_GLOBAL,
+    E,
+    SLOTS,
+    MAX_BLOCKS,
+    stride_we,
+    stride_wn,
+    stride_bl,
+    stride_be,
+    stride_bn,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    RANK: tl.constexpr,  # 0: no adapters, or a B2 that `combine` applies
+    TILES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    DIRECT: tl.constexpr,
+    PREFETCH: tl.constexpr,  # programs of the first wave; 0 for none
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(H / BLOCK_N), MAX_BLOCKS)."""
+    EVEN_K: tl.constexpr = I % BLOCK_K == 0
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    expert, pair, mask_m = block_rows(
+        topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, E_GLOBAL, E, MAX_BLOCKS, BLOCK_M, HAS_MAP, DIRECT
+    )
+    P = (T * TOP_K).to(tl.int64)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = n < H
+    w_rows = w2_ptr + expert.to(tl.int64) * stride_we + n.to(tl.int64) * stride_wn
+    if PREFETCH > 0:
+        if (block * tl.num_programs(0) + tile < PREFETCH) & (expert >= 0) & (tile * BLOCK_N + BLOCK_N <= H):
+            prefetch_rows(w_rows, I * w2_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    if expert < 0:
+        return
+
+    token = pair // TOP_K
+    pair = pair.to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    w_ptrs = w_rows[:, None] + offs_k[None, :]
+    h_ptrs = h_ptr + pair[:, None] * I + offs_k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(0, I, BLOCK_K):
+        if EVEN_K:
+            if H % BLOCK_N == 0:
+                w = tl.load(w_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=mask_n[:, None], other=0.0)
+            h = tl.load(h_ptrs, mask=mask_m[:, None], other=0.0)
+        else:
+            mask_k = k + offs_k < I
+            w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
+            h = tl.load(h_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+        acc = tl.dot(w, tl.trans(h), acc)
+        w_ptrs += BLOCK_K
+        h_ptrs += BLOCK_K
+    y = tl.trans(acc)
+
+    if RANK > 0:
+        slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
+        for slot in range(SLOTS):
+            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+            mine = (slot_m == slot) & (live > 0)
+            if tl.sum(mine.to(tl.int32), 0) > 0:
+                delta = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + expert.to(tl.int64) * stride_be
+                b_rows = b_rows + n.to(tl.int64)[:, None] * stride_bn
+                for first in range(0, live, BLOCK_R):
+                    r = first + tl.arange(0, BLOCK_R)
+                    mask_r = r < live
+                    b = tl.load(b_rows + r[None, :], mask=mask_n[:, None] & mask_r[None, :], other=0.0).to(tl.float32)
+                    s = load_s(s_ptr, pair, mine[:, None] & mask_r[None, :], r, P, RANK, TILES)
+                    delta = tl.dot(b, tl.trans(s), delta, input_precision="tf32x3")
+                y = tl.where(mine[:, None], y + tl.trans(delta), y)
+
+    tl.store(y_ptr + pair[:, None] * H + n[None, :], y, mask=mask_m[:, None] & mask_n[None, :])

@@ -1,0 +1,323 @@
+"""`fused_moe`: the routed experts of one MoE layer with a LoRA adapter on every expert, in five launches.
+
+    out[t] = scale * sum_k w[t, k] * (W2[e] @ h + B2[l, e] @ (A2[l, e] @ h)),          e = topk_ids[t, k], l = lora_ids[t]
+    h      = silu(g) * u,   (g | u) = W13[e] @ x[t] + B13[l, e] @ (A13[l, e] @ x[t])
+
+    launch    reads                         writes                  file
+    plan      topk_ids                      blocks of rows          plan.py      (left out for a few tokens)
+    gate_up   W13, A13, x                   g | u, t                gate_up.py
+    activate  g | u, t, B13, A2             h, s                    activate.py
+    down      W2, B2, h, s                  y                       down.py
+    combine   y, topk_weights [, B2, s]     out                     combine.py
+
+At decode the layer is bound by reading weights, so each expert's weights and factors are read once for all the rows that
+chose it, and each launch starts while the one before drains.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+import triton
+
+from beam_moe.kernels.moe_lora.activate import _activate_kernel
+from beam_moe.kernels.moe_lora.bank import ExpertLoRA
+from beam_moe.kernels.moe_lora.combine import _combine_kernel
+from beam_moe.kernels.moe_lora.config import MoEConfig
+from beam_moe.kernels.moe_lora.down import _down_kernel
+from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
+from beam_moe.kernels.moe_lora.plan import build_plan, max_blocks
+from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_EXPERTS, MAX_RANK = 1024, 512
+
+
+def _require(ok: bool, argument: str, wanted: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"fused_moe: {argument} must be {wanted}, got {got}")
+
+
+def _tensor(name: str, t: object, dims: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    _require(isinstance(t, torch.Tensor), name, "a tensor", type(t).__name__)
+    assert isinstance(t, torch.Tensor)
+    _require(t.dim() == dims, name, f"a tensor of {dims} dimensions", f"shape {tuple(t.shape)}")
+    _require(t.dtype in dtypes, name, " or ".join(map(str, dtypes)), t.dtype)
+    _require(t.device == device, name, f"on x's device {device}", t.device)
+    inner = t.shape[-1] <= 1 or t.stride(-1) == 1
+    _require(inner, name, "of innermost stride 1", f"strides {t.stride()} for shape {tuple(t.shape)}")
+
+
+def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out) -> None:
+    _require(isinstance(x, torch.Tensor), "x", "a tensor", type(x).__name__)
+    device = x.device
+    _tensor("x", x, 2, DTYPES, device)
+    _tensor("w13", w13, 3, (x.dtype,), device)
+    _tensor("w2", w2, 3, (x.dtype,), device)
+    tokens, hidden = x.shape
+    experts, inter = w2.shape[0], w2.shape[2]
+    _require(1 <= experts <= MAX_EXPERTS, "w2", f"of 1 to {MAX_EXPERTS} experts", experts)
+    _require(w2.shape[1] == hidden, "w2", f"(E, H={hidden}, I) to fit x", tuple(w2.shape))
+    _require(
+        tuple(w13.shape) == (experts, 2 * inter, hidden), "w13", f"{(experts, 2 * inter, hidden)}", tuple(w13.shape)
+    )
+    _tensor("topk_ids", topk_ids, 2, (torch.int32,), device)
+    _tensor("topk_weights", topk_weights, 2, (torch.float32,), device)
+    _require(
+        topk_ids.shape[0] == tokens and topk_ids.shape[1] >= 1, "topk_ids", f"({tokens}, top_k)", tuple(topk_ids.shape)
+    )
+    _require(
+        topk_weights.shape == topk_ids.shape, "topk_weights", f"{tuple(topk_ids.shape)}", tuple(topk_weights.shape)
+    )
+    for name, t in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        _require(t.is_contiguous(), name, "contiguous", f"strides {t.stride()}")
+    if expert_map is not None:
+        _tensor("expert_map", expert_map, 1, (torch.int32,), device)
+    if out is not None:
+        _tensor("out", out, 2, (x.dtype,), device)
+        _require(out.shape == x.shape, "out", f"{tuple(x.shape)}", tuple(out.shape))
+    if lora_ids is not None:
+        _tensor("lora_ids", lora_ids, 1, (torch.int32,), device)
+        _require(lora_ids.shape[0] == tokens, "lora_ids", f"({tokens},)", tuple(lora_ids.shape))
+    _require((lora is None) == (lora_ids is None), "lora_ids", "given together with lora", "only one of them")
+    if lora is not None:
+        _require(isinstance(lora, ExpertLoRA), "lora", "an ExpertLoRA", type(lora).__name__)
+        _require(lora.dtype == x.dtype, "lora", f"of x's dtype {x.dtype}", lora.dtype)
+        _require(lora.device == device, "lora", f"on x's device {device}", lora.device)
+        _require(lora.rank <= MAX_RANK, "lora", f"of rank at most {MAX_RANK}", lora.rank)
+        ours, theirs = (experts, hidden, inter), (lora.num_experts, lora.hidden, lora.intermediate)
+        _require(theirs == ours, "lora", f"a bank of (experts, hidden, intermediate) = {ours}", theirs)
+        for name, (gate, up) in (("w13_a", lora.gate_up_a), ("w13_b", lora.gate_up_b)):
+            _require(
+                gate.stride() == up.stride(),
+                f"lora.{name}",
+                f"of one stride {gate.stride()} in gate and up",
+                up.stride(),
+            )
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"fused_moe: x must be on a CUDA device (or set TRITON_INTERPRET=1), got {device}")
+
+
+def _check_values(topk_weights, experts, lora, expert_map) -> None:
+    """What only the device knows; synchronises, hence only with ``BEAM_MOE_CHECK=1``."""
+    _require(bool(torch.isfinite(topk_weights).all()), "topk_weights", "finite", "NaN or infinity")
+    if expert_map is not None and expert_map.numel():
+        top = int(expert_map.max())
+        _require(top < experts, "expert_map", f"below the {experts} local experts", top)
+    if lora is not None:
+        low, high = int(lora.ranks.min()), int(lora.ranks.max())
+        _require(0 <= low and high <= lora.rank, "lora.ranks", f"within 0..{lora.rank}", f"{low}..{high}")
+
+
+@functools.cache
+def _supports_pdl(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index)[0] >= 9 and os.environ.get("BEAM_MOE_PDL", "1") != "0"
+
+
+def _offset(base: torch.Tensor, other: torch.Tensor) -> int:
+    return (other.data_ptr() - base.data_ptr()) // base.element_size()
+
+
+def _block_r(rank: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(rank)))
+
+
+def _run(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    lora: ExpertLoRA | None,
+    lora_ids: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    buffers: Buffers,
+    cfg: MoEConfig,
+) -> None:
+    """The launches of one pass."""
+    (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
+    experts, inter = w2.shape[0], w2.shape[2]
+    pairs = tokens * top_k
+    pdl = x.device.type == "cuda" and _supports_pdl(x.device.index)
+    extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    blocks = pairs if cfg.direct else max_blocks(pairs, experts, cfg.block_m)
+    emap = topk_ids if expert_map is None else expert_map
+    e_global = 0 if expert_map is None else expert_map.numel()
+    has_map = expert_map is not None
+
+    if not cfg.direct:
+        build_plan(topk_ids, expert_map, experts, cfg.block_m, buffers.order, buffers.table, pdl=pdl)
+    order, table = (topk_ids, topk_ids) if cfg.direct else (buffers.order, buffers.table)
+
+    if lora is None:
+        rank, na, shared_a, shared_b, slots, tiles = 0, 1, False, False, 0, 1
+        gate_a = gate_b = w2_a = w2_b = x
+        ids = ranks = enabled = topk_ids
+        t, s = buffers.gu, buffers.y
+        a_strides = b_strides = a2_strides = b2_strides = (0, 0, 0, 0)
+        up_a_offset = up_b_offset = 0
+    else:
+        rank, na, slots = lora.rank, 1 if lora.one_a else 2, lora.slots
+        shared_a, shared_b = lora.shared_a, lora.shared_b
+        tiles = triton.cdiv(inter, cfg.act_block_i)
+        (gate_a, up_a), (gate_b, up_b) = lora.gate_up_a, lora.gate_up_b
+        w2_a, w2_b = lora.w2_a, lora.w2_b
+        ids, ranks, enabled = lora_ids, lora.ranks, lora.enabled
+        t, s = buffers.t, buffers.s
+        a_strides, b_strides, a2_strides, b2_strides = gate_a.stride(), gate_b.stride(), w2_a.stride(), w2_b.stride()
+        up_a_offset, up_b_offset = _offset(gate_a, up_a), _offset(gate_b, up_b)
+
+    w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
+    if shared_a:
+        grid = (max(w_tiles, a_tiles) * cfg.splits, blocks + triton.cdiv(tokens, cfg.block_m))
+    else:
+        grid = ((w_tiles + a_tiles) * cfg.splits, blocks)
+    _gate_up_kernel[grid](
+        x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
+        tokens, e_global, experts, slots, blocks, up_a_offset,
+        x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2],
+        H=hidden, N=2 * inter, RANK=rank, NA=na, TOP_K=top_k, SPLITS=cfg.splits, SHARED_A=shared_a, HAS_MAP=has_map,
+        DIRECT=cfg.direct, BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k, PDL=pdl,
+        num_warps=cfg.up_warps, num_stages=cfg.up_stages, **extra,
+    )  # fmt: skip
+    _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
+        buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
+        tokens, e_global, experts, slots, blocks, up_b_offset,
+        b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
+        I=inter, RANK=rank, NA=na, TOP_K=top_k, SPLITS=cfg.splits, SHARED_A=shared_a, HAS_MAP=has_map,
+        DIRECT=cfg.direct, BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=_block_r(rank), PDL=pdl,
+        num_warps=cfg.act_warps, num_stages=2, **extra,
+    )  # fmt: skip
+    prefetch = cfg.prefetch if pdl and _bulk_aligned(w2) else 0
+    _down_kernel[(triton.cdiv(hidden, cfg.down_block_n), blocks)](
+        buffers.h, w2, s, w2_b, buffers.y, topk_ids, emap, order, table, ids, ranks, enabled,
+        tokens, e_global, experts, slots, blocks,
+        w2.stride(0), w2.stride(1), b2_strides[0], b2_strides[1], b2_strides[2],
+        H=hidden, I=inter, RANK=0 if shared_b else rank, TILES=tiles, TOP_K=top_k, HAS_MAP=has_map,
+        DIRECT=cfg.direct, PREFETCH=prefetch, BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n,
+        BLOCK_K=cfg.down_block_k, BLOCK_R=_block_r(rank), PDL=pdl,
+        num_warps=cfg.down_warps, num_stages=cfg.down_stages, **extra,
+    )  # fmt: skip
+    block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
+    block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h
+    _combine_kernel[(triton.cdiv(hidden, block_h), triton.cdiv(tokens, block_t))](
+        buffers.y, s, w2_b, topk_weights, out, topk_ids, emap, ids, ranks, enabled,
+        scale, tokens, e_global, experts, slots, b2_strides[0], b2_strides[2], out.stride(0),
+        H=hidden, RANK=rank if shared_b else 0, TILES=tiles, TOP_K=top_k, HAS_MAP=has_map,
+        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=_block_r(rank), PDL=pdl,
+        num_warps=cfg.combine_warps, **extra,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _aligned_strides(pointer: int, stride0: int, stride1: int, inner: int, size: int) -> bool:
+    return not (pointer % 16 or stride0 * size % 16 or stride1 * size % 16 or inner * size % 16)
+
+
+def _bulk_aligned(w2: torch.Tensor) -> bool:
+    """Whether rows of W2 can be prefetched in bulk: 16-byte aligned, of a multiple of 16 bytes."""
+    return _aligned_strides(w2.data_ptr() % 16, w2.stride(0), w2.stride(1), w2.shape[2], w2.element_size())
+
+
+def fused_moe(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    lora: ExpertLoRA | None = None,
+    lora_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    routed_scaling: float = 1.0,
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    config: MoEConfig | None = None,
+) -> torch.Tensor:
+    """The routed experts of one MoE layer, SwiGLU with SiLU on the gate and no bias, with LoRA adapters.
+
+    Args:
+        x: (T, H) bf16 or fp16 activations, T from 0 up; rows may be strided.
+        w13: (E, 2I, H) as x: the local experts' gate rows, then their up rows.
+        w2: (E, H, I) as x. Both may be strided views of innermost stride 1.
+        topk_weights: (T, K) float32, contiguous.
+        topk_ids: (T, K) int32, contiguous. Ids outside 0..E-1 (of ``expert_map``'s length where given) add nothing.
+        lora: the bank of adapter slots, as `ExpertLoRA`; needs ``lora_ids``.
+        lora_ids: (T,) int32, the slot of each token; one outside 0..L-1, disabled or of rank 0 leaves the row its bare
+            result, bit for bit that of a call without ``lora``.
+        expert_map: (E_global,) int32, global expert to local one, -1 for another rank's.
+        routed_scaling: factor on the sum over experts.
+        out: (T, H) as x, written in full (zeros where no id is valid); made if absent.
+        workspace: see `moe_workspace`; with ``out`` and it nothing is allocated. Without, the intermediates are
+            `torch.empty` of this call.
+        config: launch parameters; by default `MoEConfig.pick`, which looks at the shape alone.
+
+    Returns:
+        ``out``: sums over k ascending in fp32, scaled, rounded once. Under tensor parallelism this rank's partial sum.
+
+    The same call gives the same bits every time. A row's bits depend on the batch only through the number of tokens, by
+    which `MoEConfig` chooses ``splits``; not on what the other rows hold, which experts they chose or which adapters they use.
+    The call never synchronises and can be captured in a CUDA graph, which then serves whatever the bank, ``lora_ids`` and
+    the routing hold at replay.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit, naming the argument; a workspace that is too small. With
+            ``BEAM_MOE_CHECK=1`` also non-finite weights and values of ``expert_map`` or ``lora.ranks`` out of range.
+    """
+    if not torch.compiler.is_compiling():
+        return _fused_moe(
+            x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config
+        )
+    from beam_moe.kernels.moe_lora import torch_ops
+
+    return torch_ops.call(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out)
+
+
+def _fused_moe(
+    x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config
+) -> torch.Tensor:
+    _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out)
+    if os.environ.get("BEAM_MOE_CHECK") == "1":
+        _check_values(topk_weights, w2.shape[0], lora, expert_map)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens, top_k = topk_ids.shape
+    experts, hidden, inter = w2.shape
+    rank = 0 if lora is None else lora.rank
+    scale = float(routed_scaling)
+    for first in range(0, tokens, CHUNK):
+        rows = slice(first, min(first + CHUNK, tokens))
+        count = rows.stop - first
+        shape = Shape(count, top_k, experts, hidden, inter, rank)
+        cfg = config or MoEConfig.pick(x.device, count, top_k, experts, hidden, inter)
+        if workspace is None:
+            memory = torch.empty(bytes_needed(shape, cfg), dtype=torch.uint8, device=x.device)
+            buffers = carve(memory, shape, cfg, x.dtype)
+        else:
+            buffers = workspace.buffers(shape, cfg, x.dtype)
+        whole = count == tokens
+        args = (x, topk_weights, topk_ids, lora_ids, out)
+        xs, ws, ids, slots, o = args if whole else (a if a is None else a[rows] for a in args)
+        with _on_device(x.device):
+            _run(xs, w13, w2, ws, ids, lora, slots, expert_map, scale, o, buffers, cfg)
+    return out
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+def _on_device(device: torch.device) -> Any:
+    """Triton launches on the current device: make it x's where it is another."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _Nothing()
+    return torch.cuda.device(device)

@@ -1,0 +1,163 @@
+"""First launch over weights: ``gate | up = W13 @ x`` and the adapters' ``t = A13 @ x`` as further rows of the same grid.
+
+    x    (T, H)             bf16/fp16  activations
+    w13  (E, 2I, H)         as x       gate rows, then up rows
+    a    (L, E|1, R, H)     as x       A of gate, and of up ``up_a_offset`` elements further
+    gu   (SPLITS, P, 2I)    fp32       partial products, one plane per share of H
+    t    (SPLITS, P|T, NA*R) fp32      the same for the adapters; one row a token where A is shared over experts
+
+Weights stand on the long side of the matrix instruction (64 rows or more) and routed rows on its short one, so that few
+rows waste nothing of it. Every weight is read once by each block of at most ``BLOCK_M`` rows. H is cut into ``SPLITS`` fixed
+shares, which keeps all processors busy to the end; `activate` adds the planes in their order, so a result depends neither
+on timing nor on the other rows of the batch.
+"""
+
+import triton
+import triton.language as tl
+
+from beam_moe.kernels.moe_lora.pipeline import adapter_slot, block_rows, let_next_start, live_rank, wait_for_previous
+
+
+@triton.jit
+def _rows_times_x(
+    w_ptr, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, MASK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last."""
+    offs_k = k_first + tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + row_offsets[:, None] + offs_k[None, :]
+    x_ptrs = x_ptr + x_offsets[:, None] + offs_k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(k_first, k_last, BLOCK_K):
+        if EVEN_K:
+            if MASK_ROWS:
+                w = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
+            else:
+                w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+        else:
+            mask_k = k + tl.arange(0, BLOCK_K) < H
+            w = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc)
+        w_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _adapter_tile(
+    x_ptr, x_offsets, a_ptr, expert, t_ptr, t_row, token, mask_m, tile, k_first, k_last,
+    lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
+    H: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """t of one tile of A's rows, for each adapter that the block's rows use; nothing past its live rank is read."""
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = n % RANK
+    a_offsets = r.to(tl.int64) * stride_ar + tl.where(n >= RANK, up_a_offset, 0)
+    out = t_ptr + t_row[:, None] * (NA * RANK) + n[None, :]
+    slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
+    for slot in range(SLOTS):
+        mine = slot_m == slot
+        if tl.sum(mine.to(tl.int32), 0) > 0:
+            mask_n = (n < NA * RANK) & (r < live_rank(ranks_ptr, enabled_ptr, slot, RANK))
+            if tl.sum(mask_n.to(tl.int32), 0) > 0:
+                acc = _rows_times_x(
+                    a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
+                    a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True,
+                )  # fmt: skip
+                tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
+def _gate_up_kernel(
+    x_ptr,  # (T, H)
+    w13_ptr,  # (E, 2I, H)
+    a_ptr,  # (L, E|1, R, H)
+    gu_ptr,  # (SPLITS, P, 2I)
+    t_ptr,  # (SPLITS, P|T, NA * R)
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    order_ptr,  # (P,)
+    table_ptr,  # (3, MAX_BLOCKS)
+    lora_ids_ptr,  # (T,)
+    ranks_ptr,  # (L,)
+    enabled_ptr,  # (L,)
+    T,
+    E_GLOBAL,
+    E,
+    SLOTS,
+    MAX_BLOCKS,
+    up_a_offset,
+    stride_xt,
+    stride_we,
+    stride_wn,
+    stride_al,
+    stride_ae,
+    stride_ar,
+    H: tl.constexpr,
+    N: tl.constexpr,  # 2I
+    RANK: tl.constexpr,  # 0: no adapters
+    NA: tl.constexpr,  # 1: gate and up share A
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARED_A: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    DIRECT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS); blocks of tokens follow where A is shared by all experts."""
+    W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = W_TILES if SHARED_A else W_TILES + A_TILES
+    K_SHARE: tl.constexpr = ((H + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)) * BLOCK_K
+    unit = tl.program_id(0)
+    block = tl.program_id(1)
+    P = T * TOP_K
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+
+    if SHARED_A and block >= MAX_BLOCKS:
+        split = unit // A_TILES
+        if split < SPLITS:
+            token = (block - MAX_BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
+            mask_m = token < T
+            token = tl.where(mask_m, token, 0)
+            _adapter_tile(
+                x_ptr, token.to(tl.int64) * stride_xt, a_ptr, unit * 0, t_ptr, split.to(tl.int64) * T + token, token,
+                mask_m, unit % A_TILES, split * K_SHARE, tl.minimum(split * K_SHARE + K_SHARE, H),
+                lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
+                H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    elif unit < TILES * SPLITS:
+        expert, pair, mask_m = block_rows(
+            topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, E_GLOBAL, E, MAX_BLOCKS, BLOCK_M, HAS_MAP, DIRECT
+        )
+        if expert >= 0:
+            tile = unit % TILES
+            split = unit // TILES
+            k_first = split * K_SHARE
+            k_last = tl.minimum(k_first + K_SHARE, H)
+            token = pair // TOP_K
+            x_offsets = token.to(tl.int64) * stride_xt
+            row = split.to(tl.int64) * P + pair
+            if tile < W_TILES:
+                n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                acc = _rows_times_x(
+                    w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N,
+                    x_ptr, x_offsets, mask_m, k_first, k_last, H,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0,
+                )  # fmt: skip
+                out = gu_ptr + row[:, None] * N + n[None, :]
+                tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :])
+            elif RANK > 0:
+                _adapter_tile(
+                    x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
+                    lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
+                    H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip

@@ -1,0 +1,91 @@
+"""What the launches of one layer share: the hand-over from one to the next, and how a program finds its rows.
+
+The launches form a chain in which each is started early (programmatic dependent launch, sm_90 and newer): it may run while
+the one before it drains. Two rules keep that safe. A kernel writes nothing, and reads nothing that an earlier kernel of
+the chain wrote less than two launches ago, before `wait_for_previous`; and it calls `let_next_start` only after it. Hence
+when a kernel runs its first line, every launch but the one right before it has finished.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Block until the launch before this one has finished and its writes can be seen."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Allow the next launch to take the processors that this one leaves free."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_rows(row_ptrs, num_bytes):
+    """Ask for ``num_bytes`` (a multiple of 16) at each 16-byte aligned pointer of ``row_ptrs`` to be brought into L2."""
+    # L2 is this memory's point of coherence, so an early prefetch can never make a later load read an old value
+    size = tl.zeros_like(row_ptrs.to(tl.int64, bitcast=True)).to(tl.int32) + num_bytes
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [row_ptrs.to(tl.int64, bitcast=True), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def local_expert(topk_ids_ptr, expert_map_ptr, pair, mask, E_GLOBAL, E, HAS_MAP: tl.constexpr):
+    """The local expert of each routed pair, or -1 where its id is out of range, foreign to this rank, or masked."""
+    expert = tl.load(topk_ids_ptr + pair, mask=mask, other=-1)
+    if HAS_MAP:
+        known = (expert >= 0) & (expert < E_GLOBAL)
+        expert = tl.load(expert_map_ptr + expert, mask=known, other=-1)
+    return tl.where((expert >= 0) & (expert < E), expert, -1)
+
+
+@triton.jit
+def block_rows(
+    topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, E_GLOBAL, E, MAX_BLOCKS,
+    BLOCK_M: tl.constexpr, HAS_MAP: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Expert, routed pairs and row mask of one block of the plan; the expert is -1 where the block is empty.
+
+    With ``DIRECT`` there is no plan: block ``b`` is the routed pair ``b`` alone.
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    if DIRECT:
+        expert = tl.load(topk_ids_ptr + block)
+        if HAS_MAP:
+            known = (expert >= 0) & (expert < E_GLOBAL)
+            expert = tl.load(expert_map_ptr + expert, mask=known, other=-1)
+        expert = tl.where((expert >= 0) & (expert < E), expert, -1)
+        mask_m = offs_m < 1
+        pair = tl.where(mask_m, block, 0)
+    else:
+        expert = tl.load(table_ptr + block)
+        start = tl.load(table_ptr + MAX_BLOCKS + block)
+        count = tl.load(table_ptr + 2 * MAX_BLOCKS + block)
+        mask_m = offs_m < tl.where(expert >= 0, count, 0)  # an empty block's other entries are never written
+        pair = tl.load(order_ptr + start + offs_m, mask=mask_m, other=0)
+    return expert, pair, mask_m
+
+
+@triton.jit
+def adapter_slot(lora_ids_ptr, token, mask, SLOTS):
+    """The adapter slot of each row, -1 for none: masked rows and ids outside 0..SLOTS-1."""
+    slot = tl.load(lora_ids_ptr + token, mask=mask, other=-1)
+    return tl.where((slot >= 0) & (slot < SLOTS), slot, -1)
+
+
+@triton.jit
+def live_rank(ranks_ptr, enabled_ptr, slot, RANK: tl.constexpr):
+    """The rank in use of an adapter slot: 0 where it is disabled or empty, never above the bank's."""
+    rank = tl.minimum(tl.load(ranks_ptr + slot), RANK)
+    return tl.where(tl.load(enabled_ptr + slot) != 0, tl.maximum(rank, 0), 0)

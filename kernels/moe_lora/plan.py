@@ -1,0 +1,115 @@
+"""The plan of a layer, built on the device: routed pairs sorted by expert and cut into blocks of at most ``BLOCK_M`` rows.
+
+    topk_ids    (P,)             int32  routed experts, P = tokens * top_k; ids out of range or foreign are left out
+    expert_map  (E_GLOBAL,)      int32  optional: global expert -> local, -1 for another rank's
+    order       (P,)             int32  routed pairs by expert, ascending within each: a stable counting sort
+    table       (3, MAX_BLOCKS)  int32  expert, first row in `order` and number of rows of each block; expert -1 past the last
+
+Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So the plan
+takes one launch without any exchange between programs, and is the same in every run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from beam_moe.kernels.moe_lora.pipeline import let_next_start, local_expert, wait_for_previous
+
+
+def max_blocks(pairs: int, experts: int, block_m: int) -> int:
+    """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
+    return min(pairs, experts + pairs // block_m)
+
+
+@triton.jit(do_not_specialize=["P", "MAX_BLOCKS"])
+def _plan_kernel(
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    order_ptr,  # (P,)
+    table_ptr,  # (3, MAX_BLOCKS)
+    P,
+    E_GLOBAL,
+    E,
+    MAX_BLOCKS,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EXPERTS_PER_PROGRAM: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts."""
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    program = tl.program_id(0)
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_e = tl.arange(0, BLOCK_E)  # BLOCK_E > E: the last bin takes the pairs that are left out
+
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for first in range(0, P, BLOCK_P):
+        pair = first + offs_p
+        expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
+        counts += tl.histogram(tl.where(expert >= 0, expert, BLOCK_E - 1), BLOCK_E)
+    counts = tl.where(offs_e < E, counts, 0)
+    blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
+    start = tl.cumsum(counts, 0) - counts
+    block = tl.cumsum(blocks, 0) - blocks
+
+    if program == 0:
+        used = tl.sum(blocks, 0)
+        for first in range(used, MAX_BLOCKS, BLOCK_E):
+            tl.store(table_ptr + first + offs_e, -1, mask=first + offs_e < MAX_BLOCKS)
+
+    for e in range(program * EXPERTS_PER_PROGRAM, tl.minimum((program + 1) * EXPERTS_PER_PROGRAM, E)):
+        own = offs_e == e
+        count_e = tl.sum(tl.where(own, counts, 0), 0)
+        if count_e > 0:
+            start_e = tl.sum(tl.where(own, start, 0), 0)
+            block_e = tl.sum(tl.where(own, block, 0), 0)
+            row = start_e
+            for first in range(0, P, BLOCK_P):
+                pair = first + offs_p
+                expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
+                mine = expert == e
+                rank = tl.cumsum(mine.to(tl.int32), 0)
+                tl.store(order_ptr + row + rank - 1, pair, mask=mine)
+                row += tl.sum(mine.to(tl.int32), 0)
+            for done in range(0, count_e, BLOCK_M):
+                slot = table_ptr + block_e + done // BLOCK_M
+                tl.store(slot, e)
+                tl.store(slot + MAX_BLOCKS, start_e + done)
+                tl.store(slot + 2 * MAX_BLOCKS, tl.minimum(count_e - done, BLOCK_M))
+
+
+def build_plan(
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    experts: int,
+    block_m: int,
+    order: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    pdl: bool,
+) -> None:
+    """Launch the plan of ``topk_ids`` (T, K) into ``order`` (T * K,) and ``table`` (3, `max_blocks`), both int32."""
+    pairs = topk_ids.numel()
+    block_p = min(4096, max(16, triton.next_power_of_2(pairs)))
+    per_program = 1 if pairs <= 4096 else max(1, experts // 128)
+    _plan_kernel[(triton.cdiv(experts, per_program),)](
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
+        order,
+        table,
+        pairs,
+        0 if expert_map is None else expert_map.numel(),
+        experts,
+        table.shape[1],
+        BLOCK_M=block_m,
+        BLOCK_P=block_p,
+        BLOCK_E=triton.next_power_of_2(experts + 1),
+        EXPERTS_PER_PROGRAM=per_program,
+        HAS_MAP=expert_map is not None,
+        PDL=pdl,
+        num_warps=4 if block_p <= 1024 else 8,
+        launch_pdl=pdl,
+    )
