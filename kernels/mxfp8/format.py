@@ -69,6 +69,8 @@ class MXFP8Tensor:
         offsets: i32 (G + 1,) if the blocks restart at each group of rows: ``data`` is (T, N), ``axis`` is -2 and
             ``scale`` (T // 32 + G, N) in the grouped layout of this module's docstring.
         swizzled: ``scale`` is in the 128x4 layout of `swizzle_scales`, (..., bytes).
+        rows: i16 (..., M), what `decode_block.prepare` found in each row for the fp16 form of decode; None before it,
+            and only with blocks along axis -1. It describes the bytes at the time of that call.
 
     Raises:
         ValueError: a dtype, shape, axis or device does not fit the above.
@@ -79,6 +81,7 @@ class MXFP8Tensor:
     axis: int = -1
     offsets: torch.Tensor | None = None
     swizzled: bool = False
+    rows: torch.Tensor | None = None
 
     def __post_init__(self):
         data, scale = self.data, self.scale
@@ -106,6 +109,12 @@ class MXFP8Tensor:
             f"MXFP8Tensor: scale must have shape {tuple(want)} for data {tuple(data.shape)} with blocks along axis "
             f"{self.axis}, got {tuple(scale.shape)}",
         )
+        if self.rows is not None:
+            _require(
+                self.axis == -1 and self.rows.dtype == torch.int16 and self.rows.shape == data.shape[:-1],
+                f"MXFP8Tensor: rows must be int16 {tuple(data.shape[:-1])} with blocks along axis -1, got "
+                f"{self.rows.dtype} {tuple(self.rows.shape)} and axis {self.axis}",
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -139,7 +148,7 @@ class MXFP8Tensor:
         """
         _require(self.offsets is None, "MXFP8Tensor.mT: blocks that restart at groups of rows cannot be transposed")
         scale = self.scale if self.swizzled else self.scale.mT  # the 128x4 layout has no order of axes to swap
-        return replace(self, data=self.data.mT, scale=scale, axis=-3 - self.axis)
+        return replace(self, data=self.data.mT, scale=scale, axis=-3 - self.axis, rows=None)
 
     def __getitem__(self, index) -> MXFP8Tensor:
         """Index the leading dimensions (all but the last two) by ints and slices; a view."""
@@ -148,7 +157,8 @@ class MXFP8Tensor:
             len(index) <= self.ndim - 2 and all(isinstance(i, int | slice) for i in index),
             f"MXFP8Tensor: only the {self.ndim - 2} leading dimensions take an index (ints and slices), got {index}",
         )
-        return replace(self, data=self.data[index], scale=self.scale[index])
+        rows = self.rows if self.rows is None else self.rows[index]
+        return replace(self, data=self.data[index], scale=self.scale[index], rows=rows)
 
     def to(self, device, non_blocking: bool = False) -> MXFP8Tensor:
         """The same tensor on another device."""
@@ -158,6 +168,7 @@ class MXFP8Tensor:
             data=self.data.to(device, non_blocking=non_blocking),
             scale=self.scale.to(device, non_blocking=non_blocking),
             offsets=offsets,
+            rows=self.rows if self.rows is None else self.rows.to(device, non_blocking=non_blocking),
         )
 
     def __repr__(self) -> str:
