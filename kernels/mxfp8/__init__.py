@@ -10,6 +10,15 @@ from beam_moe.kernels.mxfp8.format import (
     swizzle_scales,
     unswizzle_scales,
 )
+from beam_moe.kernels.mxfp8.quantize import (
+    QuantizeConfig,
+    dequantize,
+    fake_quantize,
+    quantize,
+    quantize_both,
+    silu_mul_backward_quantize,
+    silu_mul_quantize,
+)
 
 __all__ = [
     "MXFP8Tensor",
@@ -20,4 +29,11 @@ __all__ = [
     "quantize_reference",
     "swizzle_scales",
     "unswizzle_scales",
+    "QuantizeConfig",
+    "dequantize",
+    "fake_quantize",
+    "quantize",
+    "quantize_both",
+    "silu_mul_backward_quantize",
+    "silu_mul_quantize",
 ]
