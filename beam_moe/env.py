@@ -1,0 +1,43 @@
+"""Every ``BEAM_MOE_*`` environment variable, in one table; nothing else in the package reads ``os.environ`` for them.
+
+Values are read at each call of `flag` or `text`, so a test or a running process may change them.
+"""
+
+import os
+from typing import NamedTuple
+
+PREFIX = "BEAM_MOE_"
+
+
+class Variable(NamedTuple):
+    """One row: the value when unset, and what the variable does."""
+
+    default: str
+    meaning: str
+
+
+VARIABLES: dict[str, Variable] = {
+    "CHECK": Variable("0", "1: also check values that live on the device (ids, ranks); costs a host synchronisation"),
+    "STRICT": Variable("0", "1: an integration that would fall back to the engine's own path raises instead"),
+    "VLLM": Variable("beam", "which vLLM models get our experts: beam, 0 (none), all, or architectures by comma"),
+    "PROGRESS": Variable("0", "1: show a progress bar while an adapter loads"),
+}
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+def text(name: str) -> str:
+    """The value of ``BEAM_MOE_<name>`` or its default; a name outside the table is a ValueError."""
+    if name not in VARIABLES:
+        raise ValueError(f"env: name must be one of {', '.join(VARIABLES)}, got {name!r}")
+    return os.environ.get(PREFIX + name, VARIABLES[name].default)
+
+
+def flag(name: str) -> bool:
+    """``BEAM_MOE_<name>`` as a boolean: 1/true/yes/on or 0/false/no/off/empty; anything else is a ValueError."""
+    value = text(name).strip().lower()
+    if value in TRUE:
+        return True
+    if value in FALSE:
+        return False
+    raise ValueError(f"env: {PREFIX}{name} must be one of {', '.join(TRUE + FALSE[1:])}, got {value!r}")
