@@ -13,11 +13,11 @@ directory.
 """
 
 import functools
+import gc
 import importlib.metadata
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
+from beam_moe.kernels.tuning import device_folder, device_name
 from beam_moe.testing import error_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,15 +45,6 @@ Calls = Sequence[Callable[[], object]]
 
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}"
-
-
-def device_folder() -> str:
-    """``nvidia_h200`` for an NVIDIA H200: this device's folder under ``bench/results`` and ``kernels/configs``."""
-    return re.sub(r"[^0-9a-z]+", "_", device_name().lower()).strip("_")
 
 
 @functools.cache
@@ -194,6 +186,7 @@ class _Replay:
             repeat = max(1, min(int(target_us / once) + 1, most_calls // len(calls)))
             self.graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
+            gc.disable()  # a collection that frees another graph would break this capture
             self.graph.capture_begin()
             try:
                 for _ in range(repeat):
@@ -201,6 +194,7 @@ class _Replay:
                         call()
             finally:
                 self.graph.capture_end()
+                gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
         self.count = repeat * len(calls)
 
