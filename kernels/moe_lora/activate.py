@@ -13,16 +13,22 @@ t stays in fp32: its products with B run as three tf32 ones, which together carr
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.pipeline import adapter_slot, block_rows, let_next_start, live_rank, wait_for_previous
+from beam_moe.kernels.moe_lora.pipeline import (
+    adapter_slot,
+    block_rows,
+    let_next_start,
+    live_rank,
+    load_ranks,
+    wait_for_previous,
+)
 
 
 @triton.jit
-def _load_t(t_ptr, row, mask, rank_offset, stride_row, stride_split, SPLITS: tl.constexpr):
+def _load_t(t_ptrs, mask_rows, r, live, stride_split, RANK: tl.constexpr, SPLITS: tl.constexpr):
     """fp32 (BLOCK_M, BLOCK_R): the planes of t added in their order."""
-    t = tl.load(t_ptr + row[:, None] * stride_row + rank_offset[None, :], mask=mask, other=0.0)
+    t = load_ranks(t_ptrs, mask_rows, r, live, RANK)
     for split in tl.static_range(1, SPLITS):
-        plane = t_ptr + split * stride_split
-        t += tl.load(plane + row[:, None] * stride_row + rank_offset[None, :], mask=mask, other=0.0)
+        t += load_ranks(t_ptrs + split * stride_split, mask_rows, r, live, RANK)
     return t
 
 
@@ -94,7 +100,7 @@ def _activate_kernel(
     if RANK > 0:
         slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
         t_row = token.to(tl.int64) if SHARED_A else pair
-        t_rows = T.to(tl.int64) if SHARED_A else P
+        t_plane = (T.to(tl.int64) if SHARED_A else P) * (NA * RANK)
         for slot in range(SLOTS):
             live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
             mine = (slot_m == slot) & (live > 0)
@@ -103,20 +109,16 @@ def _activate_kernel(
                 du = tl.zeros((BLOCK_I, BLOCK_M), tl.float32)
                 b_rows = b_ptr + tl.cast(slot, tl.int64) * stride_bl + expert.to(tl.int64) * stride_be
                 b_rows = b_rows + i.to(tl.int64)[:, None] * stride_bi
-                for first in range(0, live, BLOCK_R):
+                t_rows = t_ptr + t_row[:, None] * (NA * RANK)
+                for first in tl.range(0, live, BLOCK_R, num_stages=1):
                     r = first + tl.arange(0, BLOCK_R)
-                    mask_r = r < live
-                    mask_b = mask_i[:, None] & mask_r[None, :]
-                    bg = tl.load(b_rows + r[None, :], mask=mask_b, other=0.0).to(tl.float32)
-                    bu = tl.load(b_rows + up_b_offset + r[None, :], mask=mask_b, other=0.0).to(tl.float32)
-                    mask_t = mine[:, None] & mask_r[None, :]
-                    tg = _load_t(t_ptr, t_row, mask_t, r, NA * RANK, t_rows * (NA * RANK), SPLITS)
+                    bg = load_ranks(b_rows + r[None, :], mask_i, r, live, RANK).to(tl.float32)
+                    bu = load_ranks(b_rows + up_b_offset + r[None, :], mask_i, r, live, RANK).to(tl.float32)
+                    tg = _load_t(t_rows + r[None, :], mine, r, live, t_plane, RANK, SPLITS)
                     dg = tl.dot(bg, tl.trans(tg), dg, input_precision="tf32x3")
                     if NA == 2:
-                        tu = _load_t(t_ptr, t_row, mask_t, RANK + r, NA * RANK, t_rows * (NA * RANK), SPLITS)
-                        du = tl.dot(bu, tl.trans(tu), du, input_precision="tf32x3")
-                    else:
-                        du = tl.dot(bu, tl.trans(tg), du, input_precision="tf32x3")
+                        tg = _load_t(t_rows + RANK + r[None, :], mine, r, live, t_plane, RANK, SPLITS)
+                    du = tl.dot(bu, tl.trans(tg), du, input_precision="tf32x3")
                 # a row without this adapter keeps its bits: nothing is added to it, not even zero
                 g = tl.where(mine[:, None], g + tl.trans(dg), g)
                 u = tl.where(mine[:, None], u + tl.trans(du), u)
@@ -129,7 +131,7 @@ def _activate_kernel(
             live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
             mine = (slot_m == slot) & (live > 0)
             if tl.sum(mine.to(tl.int32), 0) > 0:
-                for first in range(0, live, BLOCK_R):
+                for first in tl.range(0, live, BLOCK_R, num_stages=1):
                     r = first + tl.arange(0, BLOCK_R)
                     mask_r = r < live
                     a_ptrs = a2_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae

@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from beam_moe.kernels.moe_lora.down import load_s
-from beam_moe.kernels.moe_lora.pipeline import adapter_slot, let_next_start, live_rank, local_expert, wait_for_previous
+from beam_moe.kernels.moe_lora.pipeline import (
+    adapter_slot,
+    let_next_start,
+    live_rank,
+    load_ranks,
+    local_expert,
+    wait_for_previous,
+)
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS", "scale"])
@@ -73,17 +80,16 @@ def _combine_kernel(
             if tl.sum(mine.to(tl.int32), 0) > 0:
                 delta = tl.zeros((BLOCK_H, BLOCK_T), tl.float32)
                 b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + n.to(tl.int64)[:, None] * stride_bn
-                for first in range(0, live, BLOCK_R):
+                for first in tl.range(0, live, BLOCK_R, num_stages=1):
                     r = first + tl.arange(0, BLOCK_R)
-                    mask_r = r < live
                     v = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
                     for k in tl.static_range(TOP_K):
                         pair = token * TOP_K + k
                         valid = local_expert(topk_ids_ptr, expert_map_ptr, pair, mine, E_GLOBAL, E, HAS_MAP) >= 0
                         weight = tl.load(topk_weights_ptr + pair, mask=valid, other=0.0)
-                        s = load_s(s_ptr, pair.to(tl.int64), valid[:, None] & mask_r[None, :], r, P, RANK, TILES)
+                        s = load_s(s_ptr, pair.to(tl.int64), valid, r, live, P, RANK, TILES)
                         v += weight[:, None] * s
-                    b = tl.load(b_rows + r[None, :], mask=mask_n[:, None] & mask_r[None, :], other=0.0).to(tl.float32)
+                    b = load_ranks(b_rows + r[None, :], mask_n, r, live, RANK).to(tl.float32)
                     delta = tl.dot(b, tl.trans(v), delta, input_precision="tf32x3")
                 acc = tl.where(mine[:, None], acc + tl.trans(delta), acc)
 

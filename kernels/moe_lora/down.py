@@ -15,18 +15,19 @@ from beam_moe.kernels.moe_lora.pipeline import (
     block_rows,
     let_next_start,
     live_rank,
+    load_ranks,
     prefetch_rows,
     wait_for_previous,
 )
 
 
 @triton.jit
-def load_s(s_ptr, pair, mask, r, P, RANK: tl.constexpr, TILES: tl.constexpr):
+def load_s(s_ptr, pair, mask_rows, r, live, P, RANK: tl.constexpr, TILES: tl.constexpr):
     """fp32 (BLOCK_M, BLOCK_R): the planes of s added in their order."""
     s_ptrs = s_ptr + pair[:, None] * RANK + r[None, :]
-    s = tl.load(s_ptrs, mask=mask, other=0.0)
+    s = load_ranks(s_ptrs, mask_rows, r, live, RANK)
     for tile in tl.static_range(1, TILES):
-        s += tl.load(s_ptrs + tile * P * RANK, mask=mask, other=0.0)
+        s += load_ranks(s_ptrs + tile * P * RANK, mask_rows, r, live, RANK)
     return s
 
 
@@ -89,6 +90,25 @@ def _down_kernel(
 
     token = pair // TOP_K
     pair = pair.to(tl.int64)
+    delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    adapted = token < 0  # rows that some adapter adds to
+    if RANK > 0:
+        slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
+        for slot in range(SLOTS):
+            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+            mine = (slot_m == slot) & (live > 0)
+            if tl.sum(mine.to(tl.int32), 0) > 0:
+                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + expert.to(tl.int64) * stride_be
+                b_rows = b_rows + n.to(tl.int64)[:, None] * stride_bn
+                for first in tl.range(0, live, BLOCK_R, num_stages=1):
+                    r = first + tl.arange(0, BLOCK_R)
+                    b = load_ranks(b_rows + r[None, :], mask_n, r, live, RANK).to(tl.float32)
+                    s = load_s(s_ptr, pair, mine, r, live, P, RANK, TILES)
+                    acc = tl.dot(b, tl.trans(s), acc, input_precision="tf32x3")
+                delta = tl.where(mine[:, None], tl.trans(acc), delta)
+                adapted = adapted | mine
+
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = w_rows[:, None] + offs_k[None, :]
     h_ptrs = h_ptr + pair[:, None] * I + offs_k[None, :]
@@ -108,22 +128,7 @@ def _down_kernel(
         w_ptrs += BLOCK_K
         h_ptrs += BLOCK_K
     y = tl.trans(acc)
-
     if RANK > 0:
-        slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
-        for slot in range(SLOTS):
-            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
-            mine = (slot_m == slot) & (live > 0)
-            if tl.sum(mine.to(tl.int32), 0) > 0:
-                delta = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + expert.to(tl.int64) * stride_be
-                b_rows = b_rows + n.to(tl.int64)[:, None] * stride_bn
-                for first in range(0, live, BLOCK_R):
-                    r = first + tl.arange(0, BLOCK_R)
-                    mask_r = r < live
-                    b = tl.load(b_rows + r[None, :], mask=mask_n[:, None] & mask_r[None, :], other=0.0).to(tl.float32)
-                    s = load_s(s_ptr, pair, mine[:, None] & mask_r[None, :], r, P, RANK, TILES)
-                    delta = tl.dot(b, tl.trans(s), delta, input_precision="tf32x3")
-                y = tl.where(mine[:, None], y + tl.trans(delta), y)
-
+        # a row without an adapter keeps its bits: nothing is added to it, not even zero
+        y = tl.where(adapted[:, None], y + delta, y)
     tl.store(y_ptr + pair[:, None] * H + n[None, :], y, mask=mask_m[:, None] & mask_n[None, :])

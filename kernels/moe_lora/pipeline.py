@@ -89,3 +89,17 @@ def live_rank(ranks_ptr, enabled_ptr, slot, RANK: tl.constexpr):
     """The rank in use of an adapter slot: 0 where it is disabled or empty, never above the bank's."""
     rank = tl.minimum(tl.load(ranks_ptr + slot), RANK)
     return tl.where(tl.load(enabled_ptr + slot) != 0, tl.maximum(rank, 0), 0)
+
+
+@triton.jit
+def load_ranks(ptrs, mask_rows, r, live, RANK: tl.constexpr):
+    """A tile whose last axis is the rank: zero from ``live`` on, whatever memory holds there.
+
+    Loads stop at ``live`` rounded up to 8 where the bank's rank allows it, which keeps them 16 bytes wide.
+    """
+    if RANK % 8 == 0:
+        edge = (live + 7) // 8 * 8
+    else:
+        edge = live
+    tile = tl.load(ptrs, mask=mask_rows[:, None] & (r < edge)[None, :], other=0.0)
+    return tl.where((r < live)[None, :], tile, 0.0)
