@@ -1,0 +1,533 @@
+"""Dense GEMM with MXFP8 weights: decode (memory bound), training (compute bound) and the sizes between.
+
+``gemm(a, b)`` is ``dequantize(a, bf16) @ dequantize(b, bf16).T`` with fp32 accumulation, whatever the route:
+
+===============  =======================================================================================================
+``bf16``         One Triton kernel that decodes weights to bf16 in registers. No preconditions.
+``fp16``         The same kernel with the fp16 form of `decode_block`: a third fewer instructions, for weights that went
+                 through `prepare`. bf16 activations are normalised by a small launch before it. Rows and tokens that
+                 do not fit in fp16 are found on the device and take the bf16 form inside the same launch.
+``dequantize``   Weights (and MXFP8 activations) to bf16 in memory, then cuBLAS. The copy of the weights lives for the
+                 length of the call unless the caller keeps one and passes it as ``b_dense``.
+``native``       Blackwell: block-scaled tensor core instructions on two MXFP8 operands (`tl.dot_scaled`).
+===============  =======================================================================================================
+
+`choose` is the one place that picks. Hopper has no block-scaled instruction: there MXFP8 halves what decode reads, and
+training on it emulates, at best at bf16's speed.
+
+Sums over K may be split between programs; partial sums go to memory and a second launch adds them in a fixed order. The
+split depends on the shape of ``b`` and on the class of row counts (up to 16, 32, 64, 128, and above that the number of
+rows), never on values: results repeat bit for bit, and no row's result depends on the other rows of its class.
+"""
+
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from beam_moe.kernels import tuning
+from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows
+from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require
+from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, dequantize
+from beam_moe.kernels.mxfp8.tile import finished_product, tile_place
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROUTES = ("bf16", "fp16", "dequantize", "native")
+ROW_CLASSES = (16, 32, 64, 128)
+DECODE_ROWS = 64
+DEQUANTIZE_ROWS = 512  # from here on a dequantised copy and cuBLAS beat decoding in registers
+_PDL = hasattr(tl.extra.cuda, "gdc_wait")
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How one call runs: a route and, for the Triton kernels, a tile.
+
+    A program makes ``bn`` outputs for ``bm`` tokens in steps of ``bk``, over one of ``split`` parts of K.
+    """
+
+    route: str
+    bm: int = 16
+    bn: int = 64
+    bk: int = 256
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def choose(
+    rows: int, n: int, k: int, device: torch.device, *, x_dtype: torch.dtype, prepared: bool, both: bool
+) -> GemmConfig:
+    """The configuration of a call: tuned if this device's table has the shape, else by the rules below.
+
+    Args:
+        rows, n, k: sizes of the product. x_dtype: of dense activations (bf16 for MXFP8 ones).
+        prepared: the weights went through `prepare`. both: both operands are MXFP8 with E4M3 or E5M2 elements.
+    """
+    capability = _capability(device)
+    if both and capability[0] >= 10:
+        bm = next((c for c in (*ROW_CLASSES, 256) if rows <= c), 256)
+        return GemmConfig("native", bm=bm, bn=128, bk=128, warps=4, stages=4 if bm <= 64 else 3)
+    # fp16 activations do not fit a bf16 product: they keep to the kernels that hold them exactly
+    if rows > DEQUANTIZE_ROWS and x_dtype == torch.bfloat16:
+        return GemmConfig("dequantize")
+    route = "fp16" if prepared else "bf16"
+    tuned = tuning.lookup(device if device.type == "cuda" else None, "mxfp8_gemm", rows, n=n, k=k, route=route)
+    if tuned is not None and (rows <= DECODE_ROWS) == (tuned["bm"] <= DECODE_ROWS):
+        return GemmConfig(**tuned)
+    bm = next((c for c in ROW_CLASSES if rows <= c), ROW_CLASSES[-1])
+    if bm <= DECODE_ROWS:
+        bn, bk, warps, stages, per_sm = 64, 256 if bm <= 32 else 128, 4, 3 if bm <= 32 else 4, 3
+    else:
+        bn, bk, warps, stages, per_sm = 128, 64, 8, 4, 1
+    if _soft(device):
+        bn, bk, stages = 64, 128, 1
+    bk = min(bk, max(BLOCK, triton.next_power_of_2(k)))
+    tiles = triton.cdiv(n, bn) * (triton.cdiv(rows, bm) if bm > DECODE_ROWS else 1)
+    steps = max(1, triton.cdiv(k, bk))
+    split = max(1, min(per_sm * _sms(device) // max(tiles, 1), steps, 16))
+    return GemmConfig(route, bm, bn, bk, split, warps, stages)
+
+
+@triton.jit
+def _gemm_kernel(
+    x,  # (M, K) activations of the product: descriptor or pointer
+    w,  # (N, K) uint8 codes: descriptor or pointer
+    s_ptr,  # (N, K/32) uint8
+    raw_ptr,  # (M, K) activations as given
+    word_ptr,  # (N,) int16
+    token_ptr,  # (M,) int32
+    bias_ptr,  # (N,)
+    out_ptr,  # (M, N), or partial sums (SPLIT, N, tiles_m * BM) fp32
+    M,
+    N,
+    K,
+    steps,  # of BK, in one part of K
+    tiles_m,
+    tiles_n,
+    stride_xm,
+    stride_xk,
+    stride_rm,
+    stride_rk,
+    stride_wn,
+    stride_wk,
+    stride_sn,
+    stride_sk,
+    stride_om,
+    FP16: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    BIAS: tl.constexpr,
+    E5M2: tl.constexpr,
+    SOFT: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (tiles_m * tiles_n, SPLIT)."""
+    tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tiles_n, 8)
+    split = tl.program_id(1)
+    m = tile_m * BM + tl.arange(0, BM)
+    n = tile_n * BN + tl.arange(0, BN)
+    begin = split * steps * BK
+    end = tl.minimum(begin + steps * BK, K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = finished_product(
+        x, w, s_ptr, raw_ptr, word_ptr, token_ptr,
+        tile_m * BM, tl.minimum(m, M - 1).to(tl.int64), tile_n * BN, tl.minimum(n, N - 1).to(tl.int64),
+        begin, end, K,
+        stride_xm, stride_xk, stride_rm, stride_rk, stride_wn, stride_wk, stride_sn, stride_sk,
+        FP16, NORMALIZED, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, BM, BN, BK, STAGES,
+    )  # fmt: skip
+    if SPLIT > 1:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        width = tiles_m.to(tl.int64) * BM
+        at = (split.to(tl.int64) * N + n)[:, None] * width + m[None, :]
+        tl.store(out_ptr + at, acc, mask=(n < N)[:, None])
+    else:
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        at = m.to(tl.int64)[:, None] * stride_om + n[None, :]
+        _store_values(out_ptr + at, acc.T, (m < M)[:, None] & (n < N)[None, :], SOFT)
+
+
+@triton.jit
+def _sum_kernel(
+    part_ptr,  # (SPLIT, N, width) fp32
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    width,
+    stride_om,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Grid (cdiv(N, BN), width / BM): partial sums added in the order of K, bias, one rounding."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    at = n.to(tl.int64)[:, None] * width + m[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros((BN, BM), tl.float32)
+    for split in tl.static_range(SPLIT):
+        acc += tl.load(part_ptr + tl.cast(N, tl.int64) * width * split + at, mask=mask, other=0.0)
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    at = m.to(tl.int64)[:, None] * stride_om + n[None, :]
+    _store_values(out_ptr + at, acc.T, mask.T, SOFT)
+
+
+def _descriptor(t: torch.Tensor, block: list[int]):
+    """TMA descriptor of a matrix in blocks, or None where it cannot have one."""
+    usable = (
+        _capability(t.device)[0] >= 9
+        and t.stride(1) == 1
+        and t.stride(0) * t.element_size() % 16 == 0
+        and t.data_ptr() % 16 == 0
+    )
+    if not usable:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block)
+
+
+def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: GemmConfig) -> None:
+    (rows, k), n = x.shape, b.shape[0]
+    soft = _soft(x.device)
+    fp16 = config.route == "fp16"
+    normalized = fp16 and x.dtype == torch.bfloat16
+    pdl = _PDL and _capability(x.device)[0] >= 9
+    xn, tokens = normalize_rows(x, pdl=pdl) if normalized else (x, None)
+    codes = b.data.view(torch.uint8)
+    x_desc, w_desc = _descriptor(xn, [config.bm, config.bk]), _descriptor(codes, [config.bn, config.bk])
+    steps = triton.cdiv(triton.cdiv(k, config.bk), config.split)
+    split = max(1, triton.cdiv(triton.cdiv(k, config.bk), max(steps, 1)))
+    tiles_m, tiles_n = triton.cdiv(rows, config.bm), triton.cdiv(n, config.bn)
+    raw, image = bits_if_soft(x, soft), bits_if_soft(out, soft)
+    part = image
+    if split > 1:
+        part = torch.empty(split, n, tiles_m * config.bm, dtype=torch.float32, device=x.device)
+    _gemm_kernel[(tiles_m * tiles_n, split)](
+        bits_if_soft(xn, soft) if x_desc is None else x_desc,
+        codes if w_desc is None else w_desc,
+        b.scale,
+        raw,
+        b.rows if fp16 else b.scale,
+        tokens if normalized else b.scale,
+        b.scale if bias is None else bias,
+        part,
+        rows,
+        n,
+        k,
+        steps,
+        tiles_m,
+        tiles_n,
+        *xn.stride(),
+        *x.stride(),
+        *codes.stride(),
+        *b.scale.stride(),
+        out.stride(0),
+        FP16=fp16,
+        NORMALIZED=normalized,
+        BIAS=bias is not None,
+        E5M2=b.elem == "e5m2",
+        SOFT=soft,
+        X_TMA=x_desc is not None,
+        W_TMA=w_desc is not None,
+        EVEN_K=k % config.bk == 0,
+        SPLIT=split,
+        PDL=pdl,
+        BM=config.bm,
+        BN=config.bn,
+        BK=config.bk,
+        STAGES=config.stages,
+        num_warps=config.warps,
+        **({"launch_pdl": True} if pdl and normalized else {}),
+    )
+    if split > 1:
+        bm = min(config.bm, 64)
+        _sum_kernel[(triton.cdiv(n, 32), tiles_m * config.bm // bm)](
+            part,
+            b.scale if bias is None else bias,
+            image,
+            rows,
+            n,
+            part.shape[2],
+            out.stride(0),
+            BIAS=bias is not None,
+            SOFT=soft,
+            SPLIT=split,
+            PDL=pdl,
+            BM=bm,
+            BN=32,
+            num_warps=2,
+            **({"launch_pdl": True} if pdl else {}),
+        )
+
+
+@contextmanager
+def fp32_reduction():
+    """cuBLAS may add partial sums in bf16 unless told otherwise; inside this it does not."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = before
+
+
+def dense_matmul(x: torch.Tensor, w: torch.Tensor, bias, out: torch.Tensor) -> None:
+    """bf16 (M, K) times bf16 (N, K) transposed into ``out``: cuBLAS, fp32 sums, bias in fp32, one rounding.
+
+    fp16 results, and biases of another dtype, pass through an fp32 buffer of out's shape.
+    """
+    if x.device.type != "cuda":
+        full = x.float() @ w.float().T
+        out.copy_(full if bias is None else full + bias.float())
+        return
+    with fp32_reduction():
+        if out.dtype == torch.bfloat16 and bias is None:
+            torch.mm(x, w.T, out=out)
+        elif out.dtype == torch.bfloat16 and bias.dtype == torch.bfloat16:
+            torch.addmm(bias, x, w.T, out=out)
+        else:
+            full = torch.mm(x, w.T, out_dtype=torch.float32)
+            out.copy_(full if bias is None else full.add_(bias.float()))
+
+
+@triton.jit
+def _native_kernel(
+    x,  # (M, K) uint8 codes: descriptor or pointer
+    w,  # (N, K) uint8 codes: descriptor or pointer
+    xs_ptr,  # (M, K/32) uint8
+    ws_ptr,  # (N, K/32) uint8
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    tiles_m,
+    tiles_n,
+    stride_xm,
+    stride_xk,
+    stride_xsm,
+    stride_xsk,
+    stride_wn,
+    stride_wk,
+    stride_wsn,
+    stride_wsk,
+    stride_om,
+    X_ELEM: tl.constexpr,
+    W_ELEM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (tiles_m * tiles_n,): weights are the 128-row side, which the instruction demands, tokens the other."""
+    tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tiles_n, 8)
+    m = tile_m * BM + tl.arange(0, BM)
+    n = tile_n * BN + tl.arange(0, BN)
+    m_in, n_in = tl.minimum(m, M - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
+    lane = tl.arange(0, BK)
+    block = tl.arange(0, BK // 32)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        if X_TMA:
+            xt = x.load([tile_m * BM, k])
+        else:
+            at = x + m_in[:, None] * stride_xm + (k + lane).to(tl.int64)[None, :] * stride_xk
+            xt = tl.load(at, mask=(k + lane < K)[None, :], other=0)
+        if W_TMA:
+            wt = w.load([tile_n * BN, k])
+        else:
+            at = w + n_in[:, None] * stride_wn + (k + lane).to(tl.int64)[None, :] * stride_wk
+            wt = tl.load(at, mask=(k + lane < K)[None, :], other=0)
+        b = (k // 32 + block).to(tl.int64)[None, :]
+        xs_at, ws_at = (
+            xs_ptr + m_in[:, None] * stride_xsm + b * stride_xsk,
+            ws_ptr + n_in[:, None] * stride_wsn + b * stride_wsk,
+        )
+        if EVEN_K:
+            xs, ws = tl.load(xs_at), tl.load(ws_at)
+        else:
+            exists = (k + block * 32 < K)[None, :]
+            xs, ws = tl.load(xs_at, mask=exists, other=127), tl.load(ws_at, mask=exists, other=127)
+        acc = tl.dot_scaled(wt, ws, W_ELEM, xt.T, xs, X_ELEM, acc)
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    at = m.to(tl.int64)[:, None] * stride_om + n[None, :]
+    _store_values(out_ptr + at, acc.T, (m < M)[:, None] & (n < N)[None, :], SOFT)
+
+
+def _native(a: MXFP8Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: GemmConfig) -> None:
+    (rows, k), n = a.shape, b.shape[0]
+    x, w = a.data.view(torch.uint8), b.data.view(torch.uint8)
+    x_desc, w_desc = _descriptor(x, [config.bm, config.bk]), _descriptor(w, [config.bn, config.bk])
+    tiles_m, tiles_n = triton.cdiv(rows, config.bm), triton.cdiv(n, config.bn)
+    soft = _soft(out.device)
+    _native_kernel[(tiles_m * tiles_n,)](
+        x if x_desc is None else x_desc,
+        w if w_desc is None else w_desc,
+        a.scale,
+        b.scale,
+        a.scale if bias is None else bias,
+        bits_if_soft(out, soft),
+        rows,
+        n,
+        k,
+        tiles_m,
+        tiles_n,
+        *x.stride(),
+        *a.scale.stride(),
+        *w.stride(),
+        *b.scale.stride(),
+        out.stride(0),
+        X_ELEM=a.elem,
+        W_ELEM=b.elem,
+        BIAS=bias is not None,
+        SOFT=soft,
+        X_TMA=x_desc is not None,
+        W_TMA=w_desc is not None,
+        EVEN_K=k % config.bk == 0,
+        BM=config.bm,
+        BN=config.bn,
+        BK=config.bk,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
+
+
+def _contracting(op: str, name: str, t: MXFP8Tensor) -> MXFP8Tensor:
+    """``t`` with its block axis last."""
+    _require(t.offsets is None, f"{op}: {name} has blocks that restart at groups of rows; use grouped_wgrad")
+    _require(not t.swizzled, f"{op}: {name} has swizzled scales; pass row-major ones (unswizzle_scales)")
+    return t if t.axis == -1 else t.mT
+
+
+def _check(op: str, a, b: MXFP8Tensor, bias, out, out_dtype, b_dense) -> None:
+    (rows, k), (n, kb) = a.shape, b.shape
+    _require(kb == k, f"{op}: a contracts over {k} elements, b over {kb}")
+    _require(b.device == a.device, f"{op}: a is on {a.device}, b on {b.device}")
+    _require(out_dtype in OUT_DTYPES, f"{op}: out_dtype must be bf16, fp16 or fp32, got {out_dtype}")
+    if bias is not None:
+        _require(
+            bias.shape == (n,) and bias.dtype in OUT_DTYPES and bias.is_contiguous() and bias.device == a.device,
+            f"{op}: bias must be contiguous bf16, fp16 or fp32 ({n},) on {a.device}, got {bias.dtype} "
+            f"{tuple(bias.shape)} with strides {bias.stride()} on {bias.device}",
+        )
+    if out is not None:
+        _require(
+            out.shape == (rows, n) and out.dtype in OUT_DTYPES and out.device == a.device,
+            f"{op}: out must be bf16, fp16 or fp32 {(rows, n)} on {a.device}, got {out.dtype} {tuple(out.shape)} on "
+            f"{out.device}",
+        )
+        _require(n <= 1 or out.stride(1) == 1, f"{op}: out must have last stride 1, got strides {out.stride()}")
+    if b_dense is not None:
+        _require(
+            b_dense.shape == (n, k) and b_dense.dtype == torch.bfloat16 and b_dense.device == a.device,
+            f"{op}: b_dense must be bf16 {(n, k)} on {a.device}, got {b_dense.dtype} {tuple(b_dense.shape)} on "
+            f"{b_dense.device}",
+        )
+
+
+def gemm(
+    a: torch.Tensor | MXFP8Tensor,
+    b: MXFP8Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    b_dense: torch.Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
+    """``a @ b.T + bias`` over the axis along which b's blocks run, in fp32, rounded once.
+
+    Operands count as `dequantize` to bf16 gives them: exact for E4M3 with scale bytes 3 to 246. NaN, infinities, zero
+    blocks and scale bytes 0 and 255 follow from that. One exception: fp16 activations are taken exactly.
+
+    Args:
+        a: (M, K) bf16 or fp16 with any strides, or `MXFP8Tensor` with blocks along K. M may be 0.
+        b: (N, K) `MXFP8Tensor` with blocks along axis -1, or (K, N) with blocks along axis -2; any strides, so ``w.mT``
+            of a columnwise quantised weight serves a dgrad. After `prepare` decode takes the faster fp16 route.
+        bias: (N,) bf16, fp16 or fp32, added in fp32.
+        out: (M, N) bf16, fp16 or fp32, last stride 1, written in full; ``out_dtype`` is then not read.
+        b_dense: bf16 (N, K), ``dequantize(b)`` kept by the caller, which saves the dequantisation of every call with
+            many rows at the cost of 2 bytes an element.
+        config: launch configuration instead of `choose`'s.
+
+    Nothing is allocated for the route ``bf16`` without a split; a split needs ``split * N * M`` fp32, the route
+    ``fp16`` an fp16 copy of bf16 activations, ``dequantize`` a bf16 copy of every MXFP8 operand.
+
+    Raises:
+        ValueError: an argument does not fit the above.
+    """
+    op = "gemm"
+    _require(isinstance(b, MXFP8Tensor), f"{op}: b must be an MXFP8Tensor, got {type(b).__name__}")
+    _require(a.ndim == 2 and b.ndim == 2, f"{op}: a and b must be matrices, got {tuple(a.shape)} and {tuple(b.shape)}")
+    b = _contracting(op, "b", b)
+    mx = isinstance(a, MXFP8Tensor)
+    if mx:
+        a = _contracting(op, "a", a)
+    else:
+        _require(a.dtype in (torch.bfloat16, torch.float16), f"{op}: a must be bf16, fp16 or MXFP8, got {a.dtype}")
+    _check(op, a, b, bias, out, out_dtype, b_dense)
+    (rows, k), n = a.shape, b.shape[0]
+    if out is None:
+        out = torch.empty(rows, n, dtype=out_dtype, device=a.device)
+    if rows == 0 or n == 0:
+        return out
+    if k == 0:
+        return out.copy_(bias.expand_as(out)) if bias is not None else out.zero_()
+    x_dtype = torch.bfloat16 if mx else a.dtype
+    if config is None:
+        config = choose(rows, n, k, a.device, x_dtype=x_dtype, prepared=b.rows is not None, both=mx)
+    _require(config.route in ROUTES, f"{op}: config.route must be one of {ROUTES}, got {config.route!r}")
+    _require(
+        config.route != "fp16" or b.rows is not None,
+        f"{op}: route fp16 needs b to have gone through prepare, got {b}",
+    )
+    if config.route == "native":
+        _require(mx, f"{op}: route native needs MXFP8 activations, got {x_dtype}")
+        _native(a, b, bias, out, config)
+        return out
+    x = dequantize(a) if mx else a
+    if config.route == "dequantize":
+        _require(x_dtype == torch.bfloat16, f"{op}: route dequantize needs bf16 or MXFP8 activations, got {x_dtype}")
+        dense_matmul(x, dequantize(b) if b_dense is None else b_dense, bias, out)
+    else:
+        _fused(x, b, bias, out, config)
+    return out
