@@ -1,0 +1,461 @@
+"""vLLM's modular MoE experts on beam-moe's fused layer: decode by `fused_moe`, larger batches by vLLM's own experts.
+
+Which of the two runs depends on the number of tokens alone, never on whether LoRA is on or a row has an adapter, so a
+bare row's result does not change when an adapter is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs as envs
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
+from vllm.model_executor.layers.fused_moe.experts.mxfp8_emulation_moe import Mxfp8TritonExpertsBase
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineMoEMethod
+from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+
+from beam_moe import env
+from beam_moe.integrations.vllm import metrics
+from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe
+from beam_moe.kernels.silu_mul import silu_mul
+
+PINNED_TOKENS = 32
+"""Under ``VLLM_BATCH_INVARIANT`` every batch sums in the order of this size."""
+LARGEST_CALL = 16384
+"""Most tokens `fused_moe` takes in one call."""
+
+
+def why_not(moe_config: Any, quant_config: Any, activation_config: Any) -> str | None:
+    """Why our kernel cannot stand for a layer of this configuration, None when it can.
+
+    Args: vLLM's ``FusedMoEConfig``, ``FusedMoEQuantConfig`` and ``ApplyMoEActivationConfig`` of the layer.
+    """
+    if not moe_config.is_act_and_mul or moe_config.activation != MoEActivation.SILU:
+        return f"its activation is {moe_config.activation.value}, not gated SiLU"
+    if activation_config.clamp_limit is not None:
+        return f"its SwiGLU has a clamp limit of {activation_config.clamp_limit}"
+    if activation_config.alpha != 1.0:
+        return f"its SwiGLU has alpha {activation_config.alpha}"
+    if activation_config.beta != 0.0:
+        return f"its SwiGLU has beta {activation_config.beta}"
+    if moe_config.has_bias or quant_config.w1_bias is not None or quant_config.w2_bias is not None:
+        return "its experts have a bias"
+    if moe_config.moe_parallel_config.enable_eplb:
+        return "EPLB moves its experts"
+    if moe_config.in_dtype not in (torch.bfloat16, torch.float16):
+        return f"its activations are {moe_config.in_dtype}"
+    return None
+
+
+class _FusedExperts:
+    """What dense and MXFP8 experts share; mixed in before one of vLLM's experts classes."""
+
+    routed_scaling: ClassVar[float] = 1.0
+    """Factor of the routed sum that vLLM's runner no longer applies."""
+    single_rounding: ClassVar[bool] = False
+    """Whether vLLM's own path must round SwiGLU once too, as the model's reference does."""
+    max_tokens: ClassVar[int] = 0
+    """Most tokens per call that our kernel serves; larger calls go to vLLM's experts."""
+
+    @classmethod
+    def configured(cls, **options: Any) -> type:
+        """A subclass of the same name with other class options, as a layer's ``experts_cls``."""
+        return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **options})
+
+    def _start(self) -> None:
+        self.reason: str | None = why_not(self.moe_config, self.quant_config, self.activation_config)
+        self.reason = self.reason or self._why_not_weights()
+        self.no_bank: str | None = None
+        self.bank: ExpertLoRA | None = None
+        self.ranks: torch.Tensor | None = None
+
+    def _why_not_weights(self) -> str | None:
+        raise NotImplementedError
+
+    def limit(self) -> int:
+        """Most tokens per call that our kernel serves."""
+        # one kernel for every size is part of batch invariance
+        return LARGEST_CALL if envs.VLLM_BATCH_INVARIANT else self.max_tokens
+
+    def activation(self, activation: MoEActivation, output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> None:
+        """vLLM's own path: SwiGLU rounded once where the model's reference does, else vLLM's."""
+        if self.single_rounding and self.reason is None and activation == MoEActivation.SILU:
+            silu_mul(input, output)
+        else:
+            super().activation(activation, output, input, **kwargs)  # type: ignore[misc]
+
+    def set_lora_context(self, ctx: MoELoRAContext) -> None:
+        """Build the bank over vLLM's stacks, once: their storage stays, adapters are copied into it."""
+        super().set_lora_context(ctx)  # type: ignore[misc]
+        self.bank = None
+        self.no_bank = "fully_sharded_loras splits the rank over ranks of the TP group" if ctx.fully_sharded else None
+        meta = getattr(ctx.punica_wrapper, "token_mapping_meta", None)
+        if meta is None:
+            self.no_bank = f"{type(ctx.punica_wrapper).__name__} keeps no map from tokens to slots on the device"
+        if self.reason is not None or self.no_bank is not None:
+            return
+        a, b = ctx.w13_lora_a_stacked, ctx.w13_lora_b_stacked
+        if ctx.w13_num_slices == 1:  # gate and up fused on disk: one A for both, B's rows gate first
+            half = b[0].shape[2] // 2
+            gate_up_a, gate_up_b = (a[0], a[0]), (b[0][:, :, :half], b[0][:, :, half:])
+        else:
+            gate_up_a, gate_up_b = (a[0], a[1]), (b[0], b[1])
+        # a reload may build new experts around the same context: the ranks of loaded adapters go along
+        ranks = getattr(ctx, "beam_moe_ranks", None)
+        if ranks is None:
+            ranks = ctx.beam_moe_ranks = torch.zeros(ctx.max_loras, dtype=torch.int32, device=a[0].device)
+        self.ranks = ranks
+        self.bank = ExpertLoRA(
+            gate_up_a,
+            gate_up_b,
+            ctx.w2_lora_a_stacked[0],
+            ctx.w2_lora_b_stacked[0],
+            ranks=ranks,
+            enabled=ctx.adapter_enabled[: ctx.max_loras],
+        )
+        clear_stale_ids(meta)
+
+    def note_rank(self, slot: int, factors: Iterable[torch.Tensor | None]) -> None:
+        """Record the live rank of a slot: the largest of its A factors ``(E|1, r, in)``; no factors, rank 0."""
+        if self.ranks is not None:
+            self.ranks[slot].fill_(max((f.shape[1] for f in factors if f is not None), default=0))
+
+    def _why_not_call(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool) -> str | None:
+        if on_input:
+            return "router weights are applied to its input"
+        if self.post_gemm2_hook is not None:  # type: ignore[attr-defined]
+            return "its reduction is done by a later kernel"
+        if topk_ids.dtype != torch.int32 or topk_weights.dtype != torch.float32:
+            return f"its router gives {topk_ids.dtype} ids and {topk_weights.dtype} weights"
+        return self.no_bank
+
+    def _lora(self, rows: int) -> tuple[ExpertLoRA | None, torch.Tensor | None]:
+        ctx = self._lora_context  # type: ignore[attr-defined]
+        if ctx is None:
+            return None, None
+        meta = ctx.punica_wrapper.token_mapping_meta
+        # a tensor on the host. A graph captured while it is set is replayed for batches without adapters only
+        if meta.no_lora_flag_cpu.item():
+            return None, None
+        if ctx.local_token_lora_mapping is not None:
+            return self.bank, ctx.local_token_lora_mapping[:rows]
+        return self.bank, meta.token_lora_mapping[:rows]
+
+    def workspace_shapes(self, M: int, N: int, K: int, topk: int, *args: Any) -> tuple[tuple[int, ...], ...]:
+        """Ours needs only the output; `fused_moe` takes its own scratch memory."""
+        if self.reason is None and self.limit() >= M:
+            return (0,), (0,), (M, K)
+        return super().workspace_shapes(M, N, K, topk, *args)  # type: ignore[misc]
+
+    def _weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Any, Any]:
+        return w1, w2
+
+    @staticmethod
+    def _pinned(rows: int, top_k: int, w1: torch.Tensor, w2: torch.Tensor) -> MoEConfig:
+        """One order of summation for every batch size: of a configuration, ``splits`` alone changes bits."""
+        pick = partial(
+            MoEConfig.pick, w1.device, top_k=top_k, experts=w1.shape[0], hidden=w2.shape[1], inter=w2.shape[2]
+        )
+        return replace(pick(tokens=rows), splits=pick(tokens=PINNED_TOKENS).splits)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> Any:
+        """Weighted sum of each token's experts into ``output`` (T, H), a partial sum under TP and EP."""
+        rows = hidden_states.shape[0]
+        reason = self.reason or self._why_not_call(topk_weights, topk_ids, apply_router_weight_on_input)
+        if reason is not None:
+            metrics.fell_back("an MoE layer", reason)
+        elif rows <= self.limit():
+            lora, lora_ids = self._lora(rows)
+            metrics.calls[metrics.SERVED, "with LoRA" if lora is not None else "bare"] += 1
+            w13, w2_ = self._weights(w1, w2)
+            fused_moe(
+                hidden_states,
+                w13,
+                w2_,
+                topk_weights,
+                topk_ids,
+                lora=lora,
+                lora_ids=lora_ids,
+                expert_map=expert_map,
+                routed_scaling=self.routed_scaling,
+                out=output,
+                config=self._pinned(rows, topk_ids.shape[1], w1, w2) if envs.VLLM_BATCH_INVARIANT else None,
+            )
+            return None
+        else:
+            metrics.calls[metrics.PREFILL, f"more than {self.limit()} tokens"] += 1
+        need13, need2, _ = super().workspace_shapes(  # type: ignore[misc]
+            rows,
+            w1.shape[1],
+            hidden_states.shape[1],
+            topk_ids.shape[1],
+            global_num_experts,
+            w1.shape[0],
+            None,
+            activation,
+        )
+        if workspace13.numel() < _size(need13):  # a call that turned out not to be ours after its buffers were made
+            workspace13 = torch.empty(need13, dtype=workspace13.dtype, device=workspace13.device)
+            workspace2 = torch.empty(need2, dtype=workspace2.dtype, device=workspace2.device)
+        result = super().apply(  # type: ignore[misc]
+            output=output,
+            hidden_states=hidden_states,
+            w1=w1,
+            w2=w2,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=activation,
+            global_num_experts=global_num_experts,
+            expert_map=expert_map,
+            a1q_scale=a1q_scale,
+            a2_scale=a2_scale,
+            workspace13=workspace13,
+            workspace2=workspace2,
+            expert_tokens_meta=expert_tokens_meta,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+        if self.routed_scaling != 1.0:
+            output.mul_(self.routed_scaling)
+        return result
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+class BeamTritonExperts(_FusedExperts, TritonExperts):
+    """bf16 or fp16 experts: ours up to ``max_tokens``, `TritonExperts` above."""
+
+    max_tokens = 512
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        TritonExperts.__init__(self, moe_config, quant_config)
+        self._start()
+
+    def _why_not_weights(self) -> str | None:
+        if self.quant_dtype is not None or self.quant_config.weight_quant_dtype is not None:
+            return (
+                f"its weights or activations are quantised ({self.quant_dtype or self.quant_config.weight_quant_dtype})"
+            )
+        return None
+
+
+class BeamMxfp8Experts(_FusedExperts, Mxfp8TritonExpertsBase):
+    """MXFP8 weights, activations as they are: ours for every size `fused_moe` takes, dequantised experts above.
+
+    w1 (E, 2I, H) and w2 (E, H, I) e4m3 with uint8 E8M0 scales (E, 2I, H/32) and (E, H, I/32), row-major.
+    """
+
+    max_tokens = LARGEST_CALL
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        Mxfp8TritonExpertsBase.__init__(self, moe_config, quant_config)
+        self._start()
+        self._views: tuple[Any, Any, Any, Any] | None = None
+
+    def _why_not_weights(self) -> str | None:
+        return None
+
+    @property
+    def quant_dtype(self) -> None:
+        """Activations are not quantised."""
+        return None
+
+    @property
+    def block_shape(self) -> None:
+        """For `TritonExperts`, which sees dequantised weights."""
+        return None
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Activations arrive in the model's dtype."""
+        return True
+
+    def _weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Any, Any]:
+        from beam_moe.kernels.mxfp8 import MXFP8Tensor
+
+        if self._views is None or self._views[0] is not w1 or self._views[1] is not w2:
+            w13 = MXFP8Tensor(w1, self.w1_scale_val, -1)
+            self._views = (w1, w2, w13, MXFP8Tensor(w2, self.w2_scale_val, -1))
+        return self._views[2], self._views[3]
+
+    def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *args: Any,
+              **kwargs: Any) -> Any:  # fmt: skip
+        """As the dense experts; a call past ``fused_moe``'s size is cut into pieces of that size."""
+        if hidden_states.shape[0] > LARGEST_CALL:
+            raise ValueError(
+                f"BeamMxfp8Experts: at most {LARGEST_CALL} tokens a call, got {hidden_states.shape[0]}: "
+                "lower max_num_batched_tokens"
+            )
+        return super().apply(output, hidden_states, w1, w2, *args, **kwargs)
+
+
+def clear_stale_ids(meta: Any) -> None:
+    """Make vLLM's token-to-slot map say -1 wherever the batch has no adapter.
+
+    vLLM returns early for a batch without adapters and leaves the map of the batch before; rows past the batch keep old
+    ids too. A kernel driven by that map alone, inside a graph that serves both kinds of batch, would apply a stale one.
+    """
+    if getattr(meta.prepare_tensors, "__wrapped__", None) is not None:
+        return
+    prepare = meta.prepare_tensors
+
+    def prepare_tensors(token_lora_mapping: torch.Tensor) -> None:
+        prepare(token_lora_mapping)
+        live = 0 if meta.no_lora_flag_cpu.item() else token_lora_mapping.shape[0]
+        meta.token_lora_mapping[live:].fill_(-1)
+
+    prepare_tensors.__wrapped__ = prepare  # type: ignore[attr-defined]
+    meta.prepare_tensors = prepare_tensors
+    meta.token_lora_mapping.fill_(-1)
+
+
+def follow_ranks() -> None:
+    """Have vLLM's MoE LoRA layer tell our experts the live rank of the slot it writes. Re-entrant."""
+    from functools import wraps
+
+    from vllm.lora.layers.fused_moe import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+
+    def patch(cls: type, name: str, factors: Any) -> None:
+        original = cls.__dict__[name]
+        if getattr(original, "__beam_moe__", False):
+            return
+
+        @wraps(original)
+        def method(self: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, index, *args, **kwargs)
+            experts = getattr(self._moe_kernel.impl, "fused_experts", None)
+            if isinstance(experts, _FusedExperts):
+                experts.note_rank(index, factors(*args, **kwargs))
+            return result
+
+        method.__beam_moe__ = True  # type: ignore[attr-defined]
+        setattr(cls, name, method)
+
+    for cls in (FusedMoEWithLoRA, FusedMoE3DWithLoRA):
+        patch(cls, "set_lora", lambda lora_a, lora_b: lora_a)
+    patch(FusedMoEWithLoRA, "reset_lora", tuple)
+
+
+def give_experts(runner: Any) -> str | None:
+    """Make a Beam ``MoERunner`` build its kernel from our experts; the reason when it keeps vLLM's.
+
+    The runner's routed scaling moves into the experts: one rounding and one launch less.
+    """
+    method = runner.routed_experts.quant_method
+    options = {"routed_scaling": float(runner.routed_scaling_factor), "single_rounding": True}
+    chosen = getattr(method, "experts_cls", None)
+    if isinstance(method, Mxfp8OnlineMoEMethod):
+        experts = BeamMxfp8Experts.configured(**options)
+        # the emulation backend's layout is the plain row-major one; other backends repack for their own kernels
+        method.fp8_backend = Fp8MoeBackend.EMULATION
+    elif chosen is TritonExperts:
+        experts = BeamTritonExperts.configured(**options)
+    else:
+        return f"vLLM chose {getattr(chosen, '__name__', chosen)} ({type(method).__name__})"
+    method.experts_cls = experts
+    runner.routed_scaling_factor = 1.0
+    return None
+
+
+def experts_of(runner: Any) -> Any:
+    """The experts object of a ``MoERunner`` when it is ours, else None."""
+    kernel = getattr(runner.routed_experts.quant_method, "moe_kernel", None)
+    experts = getattr(getattr(kernel, "impl", None), "fused_experts", None)
+    return experts if isinstance(experts, _FusedExperts) else None
+
+
+def serves(architecture: str | None) -> bool:
+    """Whether ``BEAM_MOE_VLLM`` asks for our experts under this architecture."""
+    wanted = env.text("VLLM").strip()
+    if wanted.lower() in ("", "0", "none"):
+        return False
+    if wanted.lower() == "all":
+        return True
+    names = {w.strip() for w in wanted.split(",")}
+    return architecture in names or ("beam" in {n.lower() for n in names} and architecture == "BeamForCausalLM")
+
+
+class ExpertsWarmup(VllmJitKernel[Any]):
+    """Compiles, before the engine is ready, every configuration that a later batch size can reach.
+
+    Keys are ``(tokens, with LoRA)``; compiling one runs the layer's own experts on zeros. One layer stands for all
+    layers of its shape.
+    """
+
+    CompileKey = tuple
+
+    def __init__(self, model: torch.nn.Module, runners: list[Any], max_tokens: int) -> None:
+        super().__init__()
+        self.model, self.runners, self.max_tokens = model, runners, max_tokens
+
+    def get_warmup_keys(self, *args: Any, **kwargs: Any) -> list[tuple[int, bool]]:
+        """Each bucket by a multiple of 16, an even and an odd number of tokens: Triton specialises on divisibility."""
+        sizes = {1, 2, 3, 4, 5, 6, 8, 12}
+        for n in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384):
+            sizes |= {n, n - 14, n - 15}
+        sizes |= {self.max_tokens, self.max_tokens - self.max_tokens % 16}
+        with_lora = any(e._lora_context is not None for r in self.runners if (e := experts_of(r)) is not None)
+        return [(n, lora) for n in sorted(sizes) if 0 < n <= self.max_tokens for lora in {False, with_lora}]
+
+    def _distinct(self) -> list[Any]:
+        """One runner for each compiled form: shapes, and how Triton sees the offset from gate's to up's factors."""
+        forms: dict[Any, Any] = {}
+        for runner in self.runners:
+            layer, experts = runner.routed_experts, experts_of(runner)
+            form: list[Any] = [layer.w13_weight.shape, layer.w2_weight.shape, layer.w13_weight.dtype]
+            if experts is not None and experts.bank is not None:
+                for gate, up in (experts.bank.gate_up_a, experts.bank.gate_up_b):
+                    offset = (up.data_ptr() - gate.data_ptr()) // gate.element_size()
+                    form += [-(2**31) <= offset < 2**31, offset % 16 == 0]
+            forms.setdefault(tuple(form), runner)
+        return list(forms.values())
+
+    @torch.inference_mode()
+    def compile(self, compile_key: tuple[int, bool]) -> None:
+        """Run one size, with or without adapters, through every distinct layer."""
+        tokens, with_lora = compile_key
+        for runner in self._distinct():
+            layer, config, experts = runner.routed_experts, runner.moe_config, experts_of(runner)
+            if config.moe_parallel_config.dp_size > 1:
+                continue  # needs the token counts of the other replicas; their own first batch compiles
+            device = layer.w13_weight.device
+            x = torch.zeros(tokens, config.hidden_dim, dtype=config.in_dtype, device=device)
+            k, e = config.experts_per_token, config.num_experts
+            ids = (torch.arange(tokens * k, device=device, dtype=torch.int32) % e).view(tokens, k)
+            weights = torch.full((tokens, k), 1.0 / k, device=device)
+            context = None if experts is None else experts._lora_context
+            if context is not None:
+                slots = torch.arange(tokens, device=device) % context.max_loras if with_lora else -1
+                mapping = torch.zeros(tokens, dtype=torch.long, device=device) + slots
+                context.punica_wrapper.token_mapping_meta.prepare_tensors(mapping)
+            layer.quant_method.apply(
+                layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None
+            )
+        manager = getattr(self.model, "lora_manager", None)
+        if manager is not None:
+            manager._last_mapping = None  # the next batch must not take the map above for its own

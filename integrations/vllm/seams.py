@@ -1,0 +1,318 @@
+"""Every place where beam-moe touches vLLM: what is used, why, and when it can go. Nothing else is patched or relied on.
+
+`check` compares the signatures with the installed vLLM by reading its source, so it imports nothing of vLLM and costs
+milliseconds; the entry point registers nothing when one differs.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+WINDOW = ((0, 33), (0, 35))
+"""Versions served: at least the first, below the second (major, minor)."""
+
+
+class Seam(NamedTuple):
+    """One touched place of vLLM.
+
+    Attributes:
+        file, symbol: where; ``symbol`` is ``name``, ``Class`` or ``Class.method``.
+        parameters: the parameter names the symbol must have, in order; None where only its existence matters.
+        kind: ``registry`` (documented extension point), ``subclass``, ``attribute`` (set on an instance), ``wrap`` (a
+            method replaced by one that calls it; carries ``__wrapped__``), ``read`` (only called or read).
+        why, until: the reason, and what has to change in vLLM before it can go.
+    """
+
+    file: str
+    symbol: str
+    parameters: tuple[str, ...] | None
+    kind: str
+    why: str
+    until: str
+
+
+MOE = "model_executor/layers/fused_moe/"
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "model_executor/models/registry.py",
+        "_ModelRegistry.register_model",
+        ("self", "model_arch", "model_cls"),
+        "registry",
+        "vLLM's Beam declares no LoRA support; ours is registered, lazily, under the same architecture name",
+        "vLLM's own Beam takes adapters and lets a plugin choose its experts class",
+    ),
+    Seam(
+        "models/beam/nvidia/model.py",
+        "BeamForCausalLM.__init__",
+        ("self", "vllm_config", "prefix"),
+        "subclass",
+        "LoRA, pipeline-stage prefixes, refusal of options that drop projections, choice of the experts class",
+        "as above",
+    ),
+    Seam(
+        "models/beam/nvidia/attention.py",
+        "BeamAttention.warmup_projection",
+        ("self",),
+        "attribute",
+        "its low-latency projection reads the raw weight past the LoRA wrapper: left off under LoRA",
+        "the projection goes through the wrapper",
+    ),
+    Seam(
+        MOE + "experts/triton_moe.py",
+        "TritonExperts.apply",
+        (
+            "self",
+            "output",
+            "hidden_states",
+            "w1",
+            "w2",
+            "topk_weights",
+            "topk_ids",
+            "activation",
+            "global_num_experts",
+            "expert_map",
+            "a1q_scale",
+            "a2_scale",
+            "workspace13",
+            "workspace2",
+            "expert_tokens_meta",
+            "apply_router_weight_on_input",
+        ),
+        "subclass",
+        "decode runs through beam_moe.kernels.moe_lora.fused_moe; large batches through TritonExperts itself",
+        "vLLM has a registry of experts backends that LoRA honours",
+    ),
+    Seam(
+        MOE + "experts/triton_moe.py",
+        "TritonExperts.activation",
+        ("self", "activation", "output", "input", "kwargs"),
+        "subclass",
+        "SwiGLU of Beam's experts is rounded once, as in its dense layers and its reference",
+        "vLLM's expert path rounds once",
+    ),
+    Seam(
+        MOE + "unquantized_fused_moe_method.py",
+        "UnquantizedFusedMoEMethod.__init__",
+        ("self", "moe"),
+        "registry",
+        "experts_cls names the class that the kernel is built from: set per layer in the model subclass; for other"
+        " models (BEAM_MOE_VLLM) by a subclass under CustomOp.register_oot",
+        "as for TritonExperts.apply",
+    ),
+    Seam(
+        "model_executor/layers/quantization/online/mxfp8.py",
+        "Mxfp8OnlineMoEMethod.__init__",
+        ("self", "moe"),
+        "attribute",
+        "experts_cls and fp8_backend (plain row-major layout) for MXFP8 experts on our kernel",
+        "vLLM has a registry of fp8 experts backends",
+    ),
+    Seam(
+        MOE + "runner/moe_runner.py",
+        "MoERunner._maybe_apply_routed_scale_to_output",
+        ("self", "shared_output", "fused_output"),
+        "attribute",
+        "routed_scaling_factor of Beam's runner becomes 1: the experts fold it into their last sum, one rounding and"
+        " one launch less",
+        "the runner hands the factor to the experts",
+    ),
+    Seam(
+        MOE + "experts/lora_context.py",
+        "MoELoRAContext",
+        None,
+        "read",
+        "adapter stacks, enabled flags and the token-to-slot map that the experts read",
+        "never: this is how vLLM hands LoRA to experts",
+    ),
+    Seam(
+        MOE + "experts/lora_experts_mixin.py",
+        "LoRAExpertsMixin.set_lora_context",
+        ("self", "ctx"),
+        "subclass",
+        "the bank over vLLM's stacks is built once, when the context arrives",
+        "never",
+    ),
+    Seam(
+        "lora/layers/fused_moe.py",
+        "FusedMoEWithLoRA.set_lora",
+        ("self", "index", "lora_a", "lora_b"),
+        "wrap",
+        "notes the live rank of a slot, so that kernels read that rank and not max_lora_rank",
+        "the context carries live ranks",
+    ),
+    Seam(
+        "lora/layers/fused_moe.py",
+        "FusedMoEWithLoRA.reset_lora",
+        ("self", "index"),
+        "wrap",
+        "sets the slot's live rank to 0",
+        "as for set_lora",
+    ),
+    Seam(
+        "lora/ops/triton_ops/lora_kernel_metadata.py",
+        "LoRAKernelMeta.prepare_tensors",
+        ("self", "token_lora_mapping"),
+        "attribute",
+        "the map is left stale for batches without adapters and for padding rows; cleared to -1 after the call",
+        "vLLM clears it",
+    ),
+    Seam(
+        "lora/model_manager.py",
+        "LoRAModelManager._validate_moe_lora_format",
+        ("self", "lora_model"),
+        "attribute",
+        "brings flat 3-D, shared-outer and partial adapters to the engine's layout, refuses what would be dropped",
+        "vLLM recognises the layout by the adapter's own names and reports unused tensors",
+    ),
+    Seam(
+        "lora/model_manager.py",
+        "LoRAModelManager._create_lora_modules",
+        ("self",),
+        "read",
+        "the manager puts itself on the model as lora_manager: our model takes that moment to attach the layouts",
+        "vLLM has a hook after the manager is built",
+    ),
+    Seam(
+        "lora/worker_manager.py",
+        "WorkerLoRAManager._load_adapter",
+        ("self", "lora_request"),
+        "read",
+        "reads hf_to_vllm_mapper, lora_skip_prefixes and packed_modules_mapping from the model and the manager",
+        "never",
+    ),
+    Seam(
+        "lora/lora_model.py",
+        "LoRAModel.from_lora_tensors",
+        (
+            "cls",
+            "lora_model_id",
+            "tensors",
+            "peft_helper",
+            "device",
+            "dtype",
+            "model_vocab_size",
+            "weights_mapper",
+            "skip_prefixes",
+        ),
+        "read",
+        "adapters from tensors in memory: a LoRARequest can only name a path",
+        "LoRARequest carries tensors",
+    ),
+    Seam(
+        "v1/worker/worker_base.py",
+        "WorkerWrapperBase.init_worker",
+        ("self", "all_kwargs"),
+        "registry",
+        "worker_extension_cls adds the weight-sync methods that collective_rpc calls",
+        "never",
+    ),
+    Seam(
+        "model_executor/warmup/jit_warmup.py",
+        "VllmJitKernel.register_warmup",
+        ("self", "args", "kwargs"),
+        "subclass",
+        "compiles every tile configuration that a prefill or a graph can reach before the engine is ready",
+        "never",
+    ),
+    Seam(
+        "config/vllm.py",
+        "VllmConfig._verify_aux_output_compatibility",
+        ("self",),
+        "wrap",
+        "routed experts are refused under pipeline parallelism; for Beam with our model the refusal is lifted",
+        "vLLM relays routed experts between stages",
+    ),
+    Seam(
+        MOE + "routed_experts_capturer.py",
+        "RoutedExpertsCapturer.capture",
+        ("self", "layer_id", "topk_ids"),
+        "read",
+        "a stage's captured ids travel to the next stage on IntermediateTensors",
+        "as above",
+    ),
+    Seam(
+        "v1/core/kv_cache_utils.py",
+        "_gen_lora_extra_hash_keys",
+        ("request",),
+        "read",
+        "block hashes know an adapter's name and path only: an in-place update changes the path or resets the cache",
+        "hashes know an adapter's generation",
+    ),
+)
+
+
+def installed_version() -> str | None:
+    """vLLM's version, None when it is not installed."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def in_window(version: str) -> bool:
+    """Whether ``version`` lies in `WINDOW`."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return bool(found) and WINDOW[0] <= (int(found[1]), int(found[2])) < WINDOW[1]
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
+    a = node.args
+    names = [p.arg for p in (*a.posonlyargs, *a.args)]
+    if a.vararg:
+        names.append(a.vararg.arg)
+    names += [p.arg for p in a.kwonlyargs]
+    if a.kwarg:
+        names.append(a.kwarg.arg)
+    return tuple(names)
+
+
+def _find(tree: ast.Module, symbol: str) -> ast.AST | None:
+    body: list[ast.stmt] = tree.body
+    node: ast.AST | None = None
+    for part in symbol.split("."):
+        # the last definition wins, as at run time; overloads come before the implementation
+        found = [
+            n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and n.name == part
+        ]
+        if not found:
+            return None
+        node = found[-1]
+        body = node.body
+    return node
+
+
+def problem(seam: Seam, root: Path) -> str | None:
+    """Why ``seam`` does not fit the vLLM under ``root`` (the package's folder), None when it does."""
+    path = root / seam.file
+    if not path.exists():
+        return f"{seam.file} does not exist"
+    node = _find(ast.parse(path.read_text(encoding="utf-8")), seam.symbol)
+    if node is None:
+        return f"{seam.file} has no {seam.symbol}"
+    if seam.parameters is not None:
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        got = _parameters(node)
+        if got != seam.parameters:
+            return f"{seam.symbol} takes ({', '.join(got)}), expected ({', '.join(seam.parameters)})"
+    return None
+
+
+def check(root: Path | None = None) -> list[str]:
+    """What keeps the plugin from serving the installed vLLM; empty when everything fits."""
+    version = installed_version()
+    if version is None:
+        return ["vLLM is not installed"]
+    if not in_window(version):
+        low, high = (".".join(map(str, v)) for v in WINDOW)
+        return [f"vLLM {version} is outside {low} <= version < {high}"]
+    if root is None:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:
+            return ["vLLM is installed but has no source tree"]
+        root = Path(spec.origin).parent
+    return [p for seam in SEAMS if (p := problem(seam, root)) is not None]

@@ -1,0 +1,370 @@
+"""A tiny Beam in vLLM's own classes, adapters in every layout, and the tasks that several gloo ranks run on them.
+
+As a script: ``ranks.py FOLDER TP PP RANK`` runs FOLDER/tasks.json and writes FOLDER/rank<RANK>.json.
+"""
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+H, I, D, E, R, TOP_K = 64, 32, 96, 8, 4, 2
+HEADS, KV, HEAD = 4, 2, 16
+DENSE, LAYERS = 2, 4  # two dense layers, two sparse ones: at PP 2 each stage is pure
+ROOT = "base_model.model.model.layers."
+BEAM = {
+    "architectures": ["BeamForCausalLM"],
+    "model_type": "beam",
+    "vocab_size": 256,
+    "hidden_size": H,
+    "intermediate_size": D,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "head_dim": HEAD,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 64,
+    "tie_word_embeddings": False,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "mlp_layer_types": ["dense"] * DENSE + ["sparse"] * 2,
+    "moe_intermediate_size": I,
+    "num_experts_per_tok": TOP_K,
+    "num_experts": E,
+    "norm_topk_prob": True,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "final_logit_softcapping": 30.0,
+    "torch_dtype": "float16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": None},
+}
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 256,
+    "hidden_size": H,
+    "intermediate_size": D,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "head_dim": HEAD,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": I,
+    "num_experts_per_tok": TOP_K,
+    "num_experts": E,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "torch_dtype": "float16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 1e4,
+    "attention_bias": False,
+}
+
+
+def write_config(folder: Path, base: dict = BEAM, **changes) -> str:
+    """A model folder with a configuration alone; weights are dummies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**base, **changes}))
+    return str(folder)
+
+
+def expert_factors(rank: int = R, seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Per projection A (E, r, in) and B (E, out, r), each expert its own; gate and up share A as in the flat form."""
+    g = torch.Generator().manual_seed(seed)
+
+    def new(*shape):
+        return torch.randn(shape, generator=g) * 0.3
+
+    a = new(E, rank, H)
+    return {
+        "gate": (a, new(E, I, rank)),
+        "up": (a, new(E, I, rank)),
+        "down": (new(E, rank, I), new(E, H, rank)),
+    }
+
+
+def adapter_tensors(
+    layout: str, rank: int = R, seed: int = 0, attention=True, dense=True, router=False, only=("gate", "up", "down")
+) -> dict[str, torch.Tensor]:
+    """PEFT names and float32 tensors of an adapter on every layer, its experts in the given layout."""
+    g = torch.Generator().manual_seed(100 + seed)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def pair(name, fan_in, fan_out):
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, fan_in, generator=g) * 0.3
+        tensors[f"{name}.lora_B.weight"] = torch.randn(fan_out, rank, generator=g) * 0.3
+
+    def put(name, a, b):
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = (
+            a.clone().contiguous(),
+            b.clone().contiguous(),
+        )
+
+    for layer in range(LAYERS):
+        p = f"{ROOT}{layer}."
+        if attention:
+            for name, fan_in, fan_out in (
+                ("q_proj", H, HEADS * HEAD),
+                ("k_proj", H, KV * HEAD),
+                ("v_proj", H, KV * HEAD),
+                ("gate_proj", H, HEADS * HEAD),
+                ("o_proj", HEADS * HEAD, H),
+            ):
+                pair(f"{p}self_attn.{name}", fan_in, fan_out)
+        if layer < DENSE:
+            if dense:
+                for name, fan_in, fan_out in (("gate_proj", H, D), ("up_proj", H, D), ("down_proj", D, H)):
+                    pair(f"{p}mlp.{name}", fan_in, fan_out)
+            continue
+        if router:
+            pair(f"{p}mlp.gate", H, E)
+        f = expert_factors(rank, seed + layer)
+        x = f"{p}mlp.experts"
+        if layout == "per_expert":
+            for projection in only:
+                for e in range(E):
+                    put(f"{x}.{e}.{projection}_proj", f[projection][0][e], f[projection][1][e])
+        elif layout == "flat":
+            gate_up = torch.cat([f["gate"][1], f["up"][1]], dim=1)
+            put(f"{x}.base_layer", f["gate"][0].reshape(E * rank, H), gate_up.permute(1, 2, 0).reshape(2 * I, rank * E))
+            put(x, f["down"][0].reshape(E * rank, I), f["down"][1].permute(1, 2, 0).reshape(H, rank * E))
+        elif layout == "packed":
+            put(f"{x}.gate_up_proj", f["gate"][0], torch.cat([f["gate"][1], f["up"][1]], dim=1))
+            put(f"{x}.down_proj", *f["down"])
+        elif layout == "shared":
+            put(f"{x}.w1", f["gate"][0][:1], f["gate"][1])
+            put(f"{x}.w3", f["up"][0][:1], f["up"][1])
+            put(f"{x}.w2", f["down"][0], f["down"][1][:1])
+        elif layout != "none":
+            raise ValueError(layout)
+    return tensors
+
+
+def write_adapter(folder: Path, layout: str, alpha: int = 2 * R, rank: int = R, **options) -> str:
+    """An adapter folder as PEFT writes it, alpha / r of 2."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(adapter_tensors(layout, rank, **options), folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": "all-linear",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def init_ranks(tp: int, pp: int, rank: int, rendezvous: Path) -> None:
+    """vLLM's process groups over gloo; once per process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(tp * pp, rank, f"file://{rendezvous}", rank, backend="gloo")
+        initialize_model_parallel(tp, pp)
+    init_workspace_manager(torch.device("cpu"))
+
+
+def engine_config(model: str, tp=1, pp=1, lora=True, max_loras=2, max_lora_rank=8, **options):
+    """The VllmConfig that ``vllm serve`` would make of these arguments."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    if lora:
+        options.update(enable_lora=True, max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=4)
+    args = {
+        "model": model,
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "dtype": "float16",
+        "load_format": "dummy",
+        "distributed_executor_backend": "mp" if tp * pp > 1 else None,
+        "max_model_len": 64,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+    }
+    return EngineArgs(**{**args, **options}).create_engine_config()
+
+
+@contextmanager
+def built(config, seed: int = 0):
+    """``(model, worker manager or None)``: built, given random weights, processed and wrapped as a worker does it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config):
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
+            model = initialize_model(config)
+        g = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16, torch.float32):
+                values = torch.randn(parameter.shape, generator=g) * 0.1
+                parameter.data.copy_(values)
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        manager = None
+        if config.lora_config is not None:
+            manager = LRUCacheWorkerLoRAManager(config, torch.device("cpu"), model.embedding_modules)
+            model = manager.create_lora_manager(model, config)
+        yield model, manager
+
+
+def request(path: str, number: int = 1, **options):
+    """A LoRARequest by path."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter{number}", number, path, **options)
+
+
+def own_layers(model) -> list[int]:
+    """Global indices of the layers that this stage holds."""
+    return list(range(model.model.start_layer, model.model.end_layer))
+
+
+def experts_stacks(model, layer: int, slot: int) -> dict[str, torch.Tensor]:
+    """One slot of the MoE LoRA buffers of a layer, by vLLM's names."""
+    experts = model.model.layers[layer].mlp.experts
+    return {
+        "w1.a": experts.w13_lora_a_stacked[0][slot],
+        "w3.a": experts.w13_lora_a_stacked[1][slot],
+        "w1.b": experts.w13_lora_b_stacked[0][slot],
+        "w3.b": experts.w13_lora_b_stacked[1][slot],
+        "w2.a": experts.w2_lora_a_stacked[0][slot],
+        "w2.b": experts.w2_lora_b_stacked[0][slot],
+    }
+
+
+def expected_stacks(
+    layer: int, tp: int, tp_rank: int, shared_source: bool, scaling: float = 2.0, seed: int = 0
+) -> dict:
+    """What the buffers of one rank must hold, from the factors themselves: float32, live rank only."""
+    f = expert_factors(R, seed + layer)
+    if shared_source:
+        f = {
+            p: (a[:1].expand(E, -1, -1), b) if p != "down" else (a, b[:1].expand(E, -1, -1)) for p, (a, b) in f.items()
+        }
+    cut = slice(tp_rank * I // tp, (tp_rank + 1) * I // tp)
+    return {
+        "w1.a": f["gate"][0],
+        "w3.a": f["up"][0],
+        "w1.b": f["gate"][1][:, cut] * scaling,
+        "w3.b": f["up"][1][:, cut] * scaling,
+        "w2.a": f["down"][0][:, :, cut],
+        "w2.b": f["down"][1] * scaling,
+    }
+
+
+def largest_difference(stacks: dict, expected: dict) -> float:
+    """Largest error over the live rank, infinity where anything is not zero beyond it or a shape does not fit."""
+    worst = 0.0
+    for name, want in expected.items():
+        got = stacks[name].float()
+        live = got[:, : want.shape[1]] if name.endswith(".a") else got[:, :, : want.shape[2]]
+        if got.shape[0] == 1:
+            want = want[:1]
+        if live.shape != want.shape or float(got.abs().sum() - live.abs().sum()) > 1e-3:
+            return float("inf")
+        worst = max(worst, float((live - want).abs().max()))
+    return worst
+
+
+def routing(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of a batch; the last expert gets no token."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(E - 1, generator=g)[:TOP_K] for _ in range(tokens)]).int()
+    return torch.rand(tokens, TOP_K, generator=g), ids
+
+
+def run_experts(runner, x, weights, ids) -> torch.Tensor:
+    """A layer's routed sum as its runner computes it from the router's choice, the runner's scaling included."""
+    layer = runner.routed_experts
+    out = layer.quant_method.apply(
+        layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None
+    )
+    _, out = runner._maybe_apply_routed_scale_to_output(None, out)
+    return out
+
+
+def set_slots(manager, slots: list[int]) -> None:
+    """Tell vLLM which slot each token of the batch uses, -1 for none, through its own metadata."""
+    meta = manager._adapter_manager.punica_wrapper_mapping["language_model"].token_mapping_meta
+    meta.prepare_tensors(torch.tensor(slots, dtype=torch.long))
+
+
+# --- tasks of several ranks ---
+
+
+def task_load(folder: Path, tp: int, pp: int, layout: str, shared: bool = False, fixed: bool = True, **options) -> dict:
+    """Load an adapter and compare every buffer of this rank with the factors."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    path = write_adapter(folder / f"adapter_{layout}_{os.getpid()}", layout)
+    config = engine_config(write_config(folder / "model"), tp, pp, enable_moe_shared_loras=shared, **options)
+    with built(config) as (model, manager):
+        if not fixed:
+            model.lora_skip_prefixes = []
+        try:
+            manager.add_adapter(request(path))
+        except ValueError as error:
+            return {"error": str(error), "layers": own_layers(model)}
+        inner = manager._adapter_manager
+        slot = inner.lora_index_to_id.index(1)
+        rank, differences, attention = get_tensor_model_parallel_rank(), [], []
+        experts_tp = 1 if config.parallel_config.enable_expert_parallel else tp
+        for layer in own_layers(model):
+            block = model.model.layers[layer]
+            attention.append(float(block.self_attn.qkv_gate_proj.lora_b_stacked[3][slot].abs().sum()))
+            if layer >= DENSE:
+                want = expected_stacks(layer, experts_tp, rank if experts_tp > 1 else 0, layout == "shared")
+                if experts_tp != tp:
+                    mine = slice(rank * E // tp, (rank + 1) * E // tp)
+                    want = {k: v[mine] for k, v in want.items()}
+                differences.append(largest_difference(experts_stacks(model, layer, slot), want))
+        return {
+            "layers": own_layers(model),
+            "differences": differences,
+            "attention": attention,
+            "kernels": sorted(
+                {type(r.routed_experts.quant_method.moe_kernel.fused_experts).__name__ for r in model.moe_layers}
+            ),
+        }
+
+
+TASKS = {"load": task_load}
+
+
+def main() -> None:
+    folder, tp, pp, rank = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    torch.set_num_threads(1)
+    init_ranks(tp, pp, rank, folder / "rendezvous")
+    results = []
+    for number, task in enumerate(json.loads((folder / "tasks.json").read_text())):
+        name = task.pop("task")
+        results.append(TASKS[name](folder / f"task{number}", tp, pp, **task))
+        torch.distributed.barrier()
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
