@@ -81,8 +81,8 @@ def weights_bf16(code, s, E5M2: tl.constexpr, SOFT: tl.constexpr):
     else:
         # through fp16 and fp32: both steps are packed or free, the direct conversion is one slow instruction an element
         w = codes_fp16(code, E5M2, False).to(tl.float32).to(tl.bfloat16)
-        bits = s.to(tl.int16) << 7
-        bits = tl.where(s == 0, 0x0040, tl.where(s == 255, 0x7FC0, bits)).to(tl.int16)
+        bits = tl.maximum(s.to(tl.int16) << 7, 0x0040)  # byte 0 is bf16's subnormal 2**-127
+        bits = tl.where(s == 255, 0x7FC0, bits).to(tl.int16)
         return _scale_blocks(w, bits.to(tl.bfloat16, bitcast=True))
 
 
@@ -101,13 +101,13 @@ def row_exponent(word, E5M2: tl.constexpr):
 
 @triton.jit
 def scale_by_exponent(x, e):
-    """fp32 ``x * 2**e`` for int32 e in -380..380, without ``ex2`` (which flushes) and without a needless overflow."""
+    """fp32 ``x * 2**e`` for int32 e, without ``ex2`` (which flushes) and without a needless overflow.
+
+    In two factors, which reach ``2**-252`` and ``2**254``: enough for ``|x| <= 2**60`` and e up to 254.
+    """
     a = tl.minimum(tl.maximum(e, -126), 127)
     b = tl.minimum(tl.maximum(e - a, -126), 127)
-    c = tl.minimum(tl.maximum(e - a - b, -126), 127)
-    x = x * ((a + 127) << 23).to(tl.float32, bitcast=True)
-    x = x * ((b + 127) << 23).to(tl.float32, bitcast=True)
-    return x * ((c + 127) << 23).to(tl.float32, bitcast=True)
+    return x * ((a + 127) << 23).to(tl.float32, bitcast=True) * ((b + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

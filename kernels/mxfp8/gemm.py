@@ -135,6 +135,7 @@ def _gemm_kernel(
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
     BM: tl.constexpr,
@@ -156,7 +157,7 @@ def _gemm_kernel(
         tile_m * BM, tl.minimum(m, M - 1).to(tl.int64), tile_n * BN, tl.minimum(n, N - 1).to(tl.int64),
         begin, end, K,
         stride_xm, stride_xk, stride_rm, stride_rk, stride_wn, stride_wk, stride_sn, stride_sk,
-        FP16, NORMALIZED, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, BM, BN, BK, STAGES,
+        FP16, NORMALIZED, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, AHEAD, BM, BN, BK, STAGES,
     )  # fmt: skip
     if SPLIT > 1:
         if PDL:
@@ -218,6 +219,12 @@ def _descriptor(t: torch.Tensor, block: list[int]):
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block)
 
 
+def scales_ahead(scale: torch.Tensor, bn: int, bk: int, warps: int) -> bool:
+    """Whether a thread's share of a tile's scales cannot be copied asynchronously (`tile.product`)."""
+    aligned = scale.stride(-1) == 1 and scale.stride(-2) % 16 == 0 and scale.data_ptr() % 16 == 0
+    return not aligned or bn * bk // BLOCK < warps * 32 * 4
+
+
 def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: GemmConfig) -> None:
     (rows, k), n = x.shape, b.shape[0]
     soft = _soft(x.device)
@@ -262,6 +269,7 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         X_TMA=x_desc is not None,
         W_TMA=w_desc is not None,
         EVEN_K=k % config.bk == 0,
+        AHEAD=scales_ahead(b.scale, config.bn, config.bk, config.warps),
         SPLIT=split,
         PDL=pdl,
         BM=config.bm,

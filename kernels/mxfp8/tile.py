@@ -54,15 +54,24 @@ def product(
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """(BN, BM) fp32 sums over ``begin..end``; in the fp16 form without the factors of rows and tokens."""
+    """(BN, BM) fp32 sums over ``begin..end``; in the fp16 form without the factors of rows and tokens.
+
+    ``AHEAD`` loads scales one step early into registers: where a thread's share is under 4 bytes or not aligned to
+    them, there is no asynchronous copy and the compiler would wait for each load.
+    """
     acc = tl.zeros((BN, BM), tl.float32)
     lane = tl.arange(0, BK)
     block = tl.arange(0, BK // 32)
+    s_row = s_ptr + w_row[:, None] * stride_sn
+    if AHEAD:
+        b = begin // 32 + block
+        ahead = tl.load(s_row + b.to(tl.int64)[None, :] * stride_sk, mask=(b * 32 < K)[None, :], other=127)
     for k in tl.range(begin, end, BK, num_stages=STAGES):
         inside = k + lane < K
         if X_TMA:
@@ -81,11 +90,17 @@ def product(
                 code = tl.load(at)
             else:
                 code = tl.load(at, mask=inside[None, :], other=0)
-        at = s_ptr + w_row[:, None] * stride_sn + (k // 32 + block).to(tl.int64)[None, :] * stride_sk
-        if EVEN_K:
-            s = tl.load(at)
+        if AHEAD:
+            s = ahead
+            b = (k + BK) // 32 + block
+            ahead = tl.load(s_row + b.to(tl.int64)[None, :] * stride_sk, mask=(b * 32 < K)[None, :], other=127)
         else:
-            s = tl.load(at, mask=(k + block * 32 < K)[None, :], other=127)
+            b = k // 32 + block
+            at = s_row + b.to(tl.int64)[None, :] * stride_sk
+            if EVEN_K:
+                s = tl.load(at)
+            else:
+                s = tl.load(at, mask=(b * 32 < K)[None, :], other=127)
         if FP16:
             acc = tl.dot(weights_fp16(code, s, top, E5M2, SOFT), xt.T, acc)
         elif SOFT:
@@ -134,6 +149,7 @@ def finished_product(
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -149,7 +165,7 @@ def finished_product(
         acc = product(
             x, w, s_ptr, row_top(word), x_first, x_row, w_first, w_row, begin, end, K,
             stride_xm, stride_xk, stride_wn, stride_wk, stride_sn, stride_sk,
-            True, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, BM, BN, BK, STAGES,
+            True, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, AHEAD, BM, BN, BK, STAGES,
         )  # fmt: skip
         wide = ((word & 256) != 0)[:, None]
         exponent = row_exponent(word, E5M2)[:, None]
@@ -162,13 +178,13 @@ def finished_product(
             other = product(
                 raw_ptr, w, s_ptr, row_top(word), x_first, x_row, w_first, w_row, begin, end, K,
                 stride_rm, stride_rk, stride_wn, stride_wk, stride_sn, stride_sk,
-                False, E5M2, SOFT, False, W_TMA, EVEN_K, BM, BN, BK, 1,
+                False, E5M2, SOFT, False, W_TMA, EVEN_K, True, BM, BN, BK, 1,
             )  # fmt: skip
             acc = tl.where(wide, other, acc)
     else:
         acc = product(
             x, w, s_ptr, 0, x_first, x_row, w_first, w_row, begin, end, K,
             stride_xm, stride_xk, stride_wn, stride_wk, stride_sn, stride_sk,
-            False, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, BM, BN, BK, STAGES,
+            False, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, AHEAD, BM, BN, BK, STAGES,
         )  # fmt: skip
     return acc
