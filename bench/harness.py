@@ -16,6 +16,7 @@ import functools
 import gc
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -268,6 +270,19 @@ def kernel_us(calls: Calls, replays: int = 4) -> dict[str, float]:
     for event in events:
         total[event.name] = total.get(event.name, 0.0) + event.time_range.elapsed_us()
     return {name: round(us / (replays * replay.count), 2) for name, us in total.items()}
+
+
+# --- compiling ahead
+
+
+def compile_pool(jobs: int = -1) -> ProcessPoolExecutor:
+    """Processes that launch what is timed later, for Triton's cache on disk: one compiler keeps one core busy.
+
+    ``jobs`` -1 leaves four cores of the machine free, up to 12 processes.
+    """
+    if jobs < 0:
+        jobs = max(1, min(12, (os.cpu_count() or 4) - 4))
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 
 # --- gate, rows, tables

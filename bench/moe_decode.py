@@ -15,22 +15,18 @@ Without a GPU a small layer of the same structure runs in Triton's interpreter a
 the H200 are printed; nothing is written.
 """
 
-import json
 import math
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import harness
 import torch
 import typer
 
 from beam_moe.config import MODELS, BeamMoEConfig, Shard
-from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe, fused_moe_reference, moe_workspace
+from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe, fused_moe_reference, moe_workspace
 from beam_moe.kernels.mxfp8 import MXFP8Tensor
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -251,7 +247,7 @@ class Bound:
     case: Case
     ids: torch.Tensor  # on the CPU
     out: torch.Tensor
-    ours: list
+    ours: Callable[..., list]  # our calls, by launch configuration; without one as shipped
     peer: list
     reference: torch.Tensor | None  # of `rows`
     rows: torch.Tensor
@@ -273,8 +269,8 @@ def subset_bank(lora: ExpertLoRA, experts: torch.Tensor) -> ExpertLoRA:
     return ExpertLoRA((gate_a, up_a), w13_b, lora.w2_a[:, experts], w2_b, ranks=lora.ranks, enabled=lora.enabled)
 
 
-def bind(case: Case, layers: Layers, peers: list, reference: bool = True) -> Bound:
-    """Operands of ``case``, one call per layer for each provider, and the reference of a few rows of layer 0."""
+def bind(case: Case, layers: Layers, peers: list, *, reference: bool = True) -> Bound:
+    """Operands of ``case``, calls over every layer for each provider, and the reference of a few rows of layer 0."""
     device, dtype, shard = layers.device, layers.dtype, layers.shard
     torch.manual_seed(case.tokens)
     cpu_ids = route(case.routing, case.tokens, shard.num_experts, shard.top_k)
@@ -285,10 +281,13 @@ def bind(case: Case, layers: Layers, peers: list, reference: bool = True) -> Bou
     banks = layers.banks(case.layout)
     slots = adapter_ids(LAYOUTS[case.layout], case.tokens).to(device) if LAYOUTS[case.layout].rank else None
 
-    def ours(w13, w2, lora):
-        return lambda: fused_moe(
-            x, w13, w2, weights, ids, lora=lora, lora_ids=slots, out=out, workspace=layers.workspace
-        )
+    def ours(config: MoEConfig | None = None) -> list[Callable[[], torch.Tensor]]:
+        workspace = None if config else layers.workspace  # sized for the configurations that are picked
+        common = {"lora_ids": slots, "out": out, "workspace": workspace, "config": config}
+        return [
+            partial(fused_moe, x, w13, w2, weights, ids, lora=lora, **common)
+            for w13, w2, lora in zip(layers.w13, layers.w2, banks)
+        ]
 
     rows = torch.linspace(0, case.tokens - 1, min(case.tokens, GATE_ROWS)).round().long().unique().to(device)
     wanted = None
@@ -307,7 +306,7 @@ def bind(case: Case, layers: Layers, peers: list, reference: bool = True) -> Bou
         case=case,
         ids=cpu_ids,
         out=out,
-        ours=[ours(*operands) for operands in zip(layers.w13, layers.w2, banks)],
+        ours=ours,
         peer=[
             peer.bind(x, weights, ids, lora=bank, lora_ids=slots, out=out)
             for peer, bank in zip(peers, banks, strict=bool(peers))
@@ -330,8 +329,8 @@ def checked(name: str, call, bound: Bound, limit: float) -> tuple[float, torch.T
 def measure(case: Case, layers: Layers, peers: list, rounds: int, limit: float = LIMIT) -> dict:
     """The row of one case; raises `harness.WrongResult` when our result is wrong."""
     bound = bind(case, layers, peers)
-    error, result = checked("beam_moe", bound.ours[0], bound, limit)
-    providers = {"beam_moe": bound.ours}
+    error, result = checked("beam_moe", bound.ours()[0], bound, limit)
+    providers = {"beam_moe": bound.ours()}
     peer_error = None
     if bound.peer:
         try:
@@ -486,9 +485,9 @@ def run_launches(cases: list[Case], peer: bool, save: bool) -> None:
         peers = vllm_layers(layers, most) if peer else []
         for case in members:
             bound = bind(case, layers, peers)
-            checked("beam_moe", bound.ours[0], bound, LIMIT)
+            checked("beam_moe", bound.ours()[0], bound, LIMIT)
             row = {"case": case.key, "layout": case.layout, "tokens": case.tokens}
-            row |= {"us": harness.time_us(bound.ours)["us"], "launches": harness.kernel_us(bound.ours)}
+            row |= {"us": harness.time_us(bound.ours())["us"], "launches": harness.kernel_us(bound.ours())}
             if bound.peer:
                 row |= {"peer_us": harness.time_us(bound.peer)["us"], "peer_launches": harness.kernel_us(bound.peer)}
             rows.append(row)
@@ -497,40 +496,34 @@ def run_launches(cases: list[Case], peer: bool, save: bool) -> None:
         harness.write_rows("moe_decode_launches", rows)
 
 
-def warm(cases: list[Case], jobs: int, peer: bool) -> None:
-    """Compile what ``cases`` need in ``jobs`` processes: the compiler uses one core, and its cache is on disk."""
-    ordered = in_order(cases)
-    with tempfile.TemporaryDirectory() as folder:
-        workers = []
-        for job in range(jobs):
-            share = Path(folder) / f"{job}.json"
-            share.write_text(json.dumps([vars(case) for case in ordered[job::jobs]]))
-            log = (Path(folder) / f"{job}.log").open("w")
-            command = [sys.executable, __file__, "--compile-only", str(share), *([] if peer else ["--no-peer"])]
-            workers.append(subprocess.Popen(command, stdout=log, stderr=log))
-        for job, worker in enumerate(workers):
-            if worker.wait():
-                tail = (Path(folder) / f"{job}.log").read_text()[-500:]
-                print(f"compile worker {job} failed, its kernels compile later: {tail}", file=sys.stderr)
+_compiled: dict[str, tuple[Layers, list]] = {}  # the operands of one group, kept between a worker's cases
 
 
-def compile_only(share: Path, peer: bool) -> None:
-    """Launch each case of ``share`` once over one layer, for the compiler's cache."""
-    cases = [Case(**case) for case in json.loads(share.read_text())]
-    for _, members in groups_of(cases):
-        most = max(case.tokens for case in members)
-        layers = Layers(members[0], harness.device(), torch.bfloat16, most, timed=False)
-        peers = vllm_layers(layers, most) if peer else []
-        for case in members:
+def compile_case(case: Case, peer: bool, configs: Sequence[MoEConfig | None] = (None,)) -> str:
+    """In a worker: launch ``case`` once with each configuration, for the compiler's cache; what failed, as text."""
+    if case.group not in _compiled:
+        _compiled.clear()
+        torch.cuda.empty_cache()
+        layers = Layers(case, harness.device(), torch.bfloat16, max(PREFILL, case.tokens), timed=False)
+        _compiled[case.group] = layers, vllm_layers(layers, PREFILL) if peer else []
+    layers, peers = _compiled[case.group]
+    failed = ""
+    bound = bind(case, layers, peers, reference=False)
+    for config in configs:
+        for call in bound.ours(config)[:1] + bound.peer[:1]:
             try:
-                bound = bind(case, layers, peers, reference=False)
-                for call in bound.ours + bound.peer:
-                    call()
+                call()
                 torch.cuda.synchronize()
             except Exception as failure:
-                print(f"{case.key}: {failure}", file=sys.stderr)
-        del layers, peers
-        torch.cuda.empty_cache()
+                failed += f"{case.key} {config or ''}: {type(failure).__name__}: {failure}\n"
+    return failed
+
+
+def compile_ahead(cases: list[Case], jobs: int, peer: bool) -> None:
+    with harness.compile_pool(jobs) as pool:
+        for failed in pool.map(compile_case, cases, [peer] * len(cases)):
+            if failed:
+                print(failed, file=sys.stderr)
 
 
 def small_cases() -> list[Case]:
@@ -549,7 +542,7 @@ def run_interpreter() -> int:
     for case in cases:
         bound = bind(case, layers, [])
         try:
-            error, _ = checked("beam_moe", bound.ours[0], bound, LIMIT)
+            error, _ = checked("beam_moe", bound.ours()[0], bound, LIMIT)
             table.append((case.layout, case.routing, case.tokens, f"{error:.1e}", "right"))
         except harness.WrongResult as failure:
             wrong += 1
@@ -584,9 +577,10 @@ def main(
     sections: str = typer.Option("grid", help="Comma-separated: grid, launches."),
     peer: bool = typer.Option(True, help="Time vLLM's kernels beside ours where vLLM is installed."),
     rounds: int = typer.Option(15, help="Graph replays per time."),
-    jobs: int = typer.Option(-1, help="Processes that compile before anything is timed; -1: by the machine's cores."),
+    jobs: int = typer.Option(
+        -1, help="Processes that compile before anything is timed; 0: none, -1: by the machine's cores."
+    ),
     save: bool = typer.Option(True, help="Write bench/results/<device>/moe_decode.json."),
-    compile_only_share: str = typer.Option("", "--compile-only", hidden=True),
 ) -> None:
     if not torch.cuda.is_available():
         raise typer.Exit(run_interpreter())
@@ -595,9 +589,6 @@ def main(
     if peer and (reason := peers.vllm_missing()):
         peer = False
         print(f"no peer: {reason}")
-    if compile_only_share:
-        compile_only(Path(compile_only_share), peer)
-        return
     cases = list(grid())
     if quick:
         cases = [c for c in cases if c.group == "beam-1.0/tp8/bf16" and c.layout in HEADLINE and c.routing == "uniform"]
@@ -609,10 +600,8 @@ def main(
         cases = [c for c in cases if c.layout in layouts.split(",")]
     if not cases:
         raise typer.BadParameter("no case of the grid is left")
-    if jobs < 0:
-        jobs = min(12, (os.cpu_count() or 4) - 4, len(cases) // 4)
-    if jobs > 1:
-        warm(cases, jobs, peer)
+    if jobs and len(cases) > 4:
+        compile_ahead(in_order(cases), jobs, peer)
     failures: list[str] = []
     if "grid" in sections.split(","):
         print(harness.fingerprint(), harness.ceilings(), flush=True)

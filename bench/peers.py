@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+
 from beam_moe.kernels.moe_lora import ExpertLoRA
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

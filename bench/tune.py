@@ -1,0 +1,145 @@
+"""Write the launch table of the fused layer for this GPU: ``kernels/configs/<device>/moe_lora.json``.
+
+    python bench/tune.py                                  # Beam at TP 8
+    python bench/tune.py --model qwen3-30b-a3b --tp 1 --tokens 8,16,32 --passes 1
+
+Coordinate descent by whole-layer times as `moe_decode.py` takes them: each pass times every neighbour of the best
+configuration so far that differs in one field, then puts the fields that gained together, the largest gain first, as
+long as each addition makes the layer faster. All neighbours of a pass are compiled in parallel first. A configuration
+whose result leaves the starting one's is discarded. The table holds one entry for each token count; a call is served by
+the smallest entry that holds it.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+
+import harness
+import torch
+import typer
+from moe_decode import LIMIT, PREFILL, TOKENS, Bound, Case, Layers, bind, checked, compile_case
+
+from beam_moe.kernels import tuning
+from beam_moe.kernels.moe_lora import MoEConfig
+from beam_moe.kernels.moe_lora.config import OP
+
+MIN_GAIN = 0.003  # smaller differences are noise between replays
+
+
+class Sweep:
+    """Times of configurations of one case, each taken once and only if its result is right."""
+
+    def __init__(self, cases: list[Case], layers: Layers):
+        self.cases, self.layers = cases, layers
+        self.known: dict[MoEConfig, float] = {}
+        self.bound: dict[str, Bound] = {}
+
+    def relative(self, config: MoEConfig, start: dict[str, float]) -> float:
+        """Mean time over the layouts, each relative to ``start`` (filled on the first call); infinite if it fails."""
+        if config in self.known:
+            return self.known[config]
+        total = 0.0
+        try:
+            for case in self.cases:
+                if case.key not in self.bound:
+                    self.bound[case.key] = bind(case, self.layers, [])
+                bound = self.bound[case.key]
+                calls = bound.ours(config)
+                checked("candidate", calls[0], bound, LIMIT)
+                us = harness.time_us(calls, rounds=11, target_ms=2.0)["us"]
+                total += us / start.setdefault(case.key, us) / len(self.cases)
+        except Exception as failure:  # too much shared memory, a shape the compiler refuses, a wrong result
+            print(f"{self.cases[0].key} {describe(config)}: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+            total = float("inf")
+        self.known[config] = total
+        return total
+
+    def improve(self, best: MoEConfig, start: dict[str, float]) -> MoEConfig:
+        """One pass over the neighbours of ``best``."""
+        now = self.relative(best, start)
+        gains = []
+        for candidate in best.candidates():
+            gain = now - self.relative(candidate, start)
+            if gain > MIN_GAIN:
+                gains.append((gain, changed(best, candidate)))
+        taken: set[str] = set()
+        for _, (field, value) in sorted(gains, key=lambda g: -g[0]):
+            if field in taken:
+                continue
+            together = dataclasses.replace(best, **{field: value})
+            then = self.relative(together, start)
+            if then < now - MIN_GAIN / 2:
+                best, now = together, then
+                taken.add(field)
+        return best
+
+
+def changed(old: MoEConfig, new: MoEConfig) -> tuple[str, object]:
+    """The one field in which two neighbours differ, with its new value."""
+    ours, theirs = dataclasses.asdict(old), dataclasses.asdict(new)
+    return next((name, theirs[name]) for name in ours if ours[name] != theirs[name])
+
+
+def describe(config: MoEConfig) -> str:
+    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def compile_pass(pool, sweeps: Iterable[tuple[Sweep, MoEConfig]]) -> None:
+    """Compile the untried neighbours of every bucket's best configuration, all processes busy."""
+    work = []
+    for sweep, best in sweeps:
+        configs = [c for c in (best, *best.candidates()) if c not in sweep.known]
+        for first in range(0, len(configs), 6):
+            work += [(case, False, configs[first : first + 6]) for case in sweep.cases]
+    for future in [pool.submit(compile_case, *item) for item in work]:
+        future.result()  # what failed here fails again, with its reason, when it is timed
+
+
+def main(
+    model: str = typer.Option("beam-1.0", help="A name in beam_moe.config.MODELS."),
+    tp: int = typer.Option(8, help="Tensor parallelism of the experts."),
+    tokens: str = typer.Option(",".join(map(str, (*TOKENS, 1024, PREFILL))), help="Token counts, one entry each."),
+    layouts: str = typer.Option("per_expert_r32", help="Layouts of moe_decode.py whose mean time counts."),
+    passes: int = typer.Option(2, help="Rounds of neighbours."),
+    jobs: int = typer.Option(-1, help="Processes that compile; -1: by the machine's cores."),
+    save: bool = typer.Option(True, help="Write the table; otherwise only print it."),
+) -> None:
+    if not torch.cuda.is_available():
+        print("tune.py measures launches: it needs a GPU", file=sys.stderr)
+        raise typer.Exit(2)
+    counts = numbers(tokens)
+    layers = Layers(Case(model, tp, "bf16", "none", "uniform", 1), harness.device(), torch.bfloat16, max(counts))
+    shard = layers.shard
+    sweeps, best, start = {}, {}, {}
+    for count in counts:
+        cases = [Case(model, tp, "bf16", layout, "uniform", count) for layout in layouts.split(",")]
+        sweeps[count] = Sweep(cases, layers)
+        best[count] = MoEConfig.pick(
+            layers.device, count, shard.top_k, shard.num_experts, shard.hidden, shard.intermediate
+        )
+        start[count] = {}
+    with harness.compile_pool(jobs) as pool:
+        for _ in range(passes):
+            compile_pass(pool, ((sweeps[count], best[count]) for count in counts))
+            for count in counts:
+                best[count] = sweeps[count].improve(best[count], start[count])
+                relative = sweeps[count].relative(best[count], start[count])
+                times = ", ".join(f"{us * relative:.1f} of {us:.1f} us" for us in start[count].values())
+                print(f"{count:5} tokens: {times}: {describe(best[count])}", flush=True)
+    shape = {
+        "top_k": shard.top_k,
+        "experts": shard.num_experts,
+        "hidden": shard.hidden,
+        "intermediate": shard.intermediate,
+    }
+    entries = [{"shape": shape, "rows": count, "config": dataclasses.asdict(best[count])} for count in counts]
+    if save:
+        print(tuning.save(None, OP, entries))
+
+
+if __name__ == "__main__":
+    typer.run(main)
