@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NoReturn, Union
 
 import torch
 
+from beam_moe import env
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -78,7 +80,8 @@ class ExpertLoRA:
         dtype, device: of the factors.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, naming the argument.
+        ValueError: a shape, dtype, device or stride that does not fit, naming the argument; with ``BEAM_MOE_CHECK=1``
+            also a rank out of range.
     """
 
     __slots__ = (
@@ -151,6 +154,8 @@ class ExpertLoRA:
         self.dtype, self.device = w2_a.dtype, w2_a.device
         self.ranks = self._per_slot("ranks", ranks, self.rank)
         self.enabled = self._per_slot("enabled", enabled, 1)
+        if ranks is not None and env.flag("CHECK") and not bool(((ranks >= 0) & (ranks <= self.rank)).all()):
+            _fail("ranks", f"in 0..{self.rank}", ranks.tolist())
 
     def _per_slot(self, name: str, value: torch.Tensor | None, default: int) -> torch.Tensor:
         if value is None:
