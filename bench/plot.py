@@ -1,0 +1,140 @@
+"""Draw the committed results: PNG files beside the JSON they come from.
+
+    python bench/plot.py                        # every device under bench/results
+    python bench/plot.py bench/results/nvidia_h200
+
+moe_decode_share.png     share of the read floor over tokens, ours and vLLM's
+moe_decode_launches.png  time of one layer by launch, ours beside vLLM's
+moe_decode_tax.png       what adapters cost over their rank
+"""
+
+import sys
+from pathlib import Path
+
+import harness
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+GROUP = {"model": "beam-1.0", "tp": 8, "base": "bf16", "routing": "uniform"}
+TITLE = "one MoE layer of Beam, one rank of TP 8, bf16"
+LABELS = {
+    "none": "no adapter",
+    "per_expert_r32": "per-expert LoRA, rank 32",
+    "shared_outer_r32": "shared-outer LoRA, rank 32",
+}
+
+
+def pick(rows: list[dict], **wanted: object) -> list[dict]:
+    """Rows of the headline group with the given values, by tokens, decode only."""
+    wanted = GROUP | wanted
+    found = [row for row in rows if row["tokens"] <= 256 and all(row[key] == value for key, value in wanted.items())]
+    return sorted(found, key=lambda row: row["tokens"])
+
+
+def finish(figure: plt.Figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(path)
+
+
+def hardware(rows: list[dict]) -> str:
+    row = rows[-1]
+    return f"{row['device']}, read {row['read_tb_s']} TB/s, commit {row['commit']}"
+
+
+def plot_share(rows: list[dict], folder: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for i, (layout, label) in enumerate(LABELS.items()):
+        mine = pick(rows, layout=layout)
+        if not mine:
+            continue
+        axes.plot([r["tokens"] for r in mine], [100 * r["share"] for r in mine], f"C{i}o-", label=f"{label}: beam-moe")
+        peers = [r for r in mine if r["peer_us"]]
+        axes.plot(
+            [r["tokens"] for r in peers],
+            [100 * r["floor_us"] / r["peer_us"] for r in peers],
+            f"C{i}x:",
+            label=f"{label}: vLLM",
+        )
+    axes.set(xscale="log", xlabel="tokens", ylabel="share of the read floor, %", ylim=(0, 102), title=TITLE)
+    tokens = sorted({r["tokens"] for r in pick(rows)})
+    axes.set_xticks(tokens, [str(t) for t in tokens])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.text(0.01, 0.005, hardware(rows), fontsize=6)
+    finish(figure, folder / "moe_decode_share.png")
+
+
+def short(kernel: str) -> str:
+    return kernel.split("<")[0].split("(")[0].removeprefix("void ").split("::")[-1].strip("_")[:36]
+
+
+def plot_launches(rows: list[dict], folder: Path) -> None:
+    """Stacked bars; kernel times of launches that overlap add up to more than the layer's time, drawn as a mark."""
+    chosen = sorted((r for r in rows if r["layout"] == "per_expert_r32"), key=lambda r: r["tokens"])
+    if not chosen:
+        return
+    sides = [("launches", "us", "beam-moe")]
+    if any("peer_launches" in r for r in chosen):
+        sides.append(("peer_launches", "peer_us", "vLLM"))
+    figure, grid = plt.subplots(1, len(sides), figsize=(5.5 * len(sides), 4.4), sharey=True, squeeze=False)
+    for axes, (parts, total, name) in zip(grid[0], sides):
+        here = [r for r in chosen if parts in r]
+        x = range(len(here))
+        bottom = [0.0] * len(here)
+        kernels = list(dict.fromkeys(kernel for r in here for kernel in r[parts]))
+        for i, kernel in enumerate(kernels):
+            heights = [r[parts].get(kernel, 0.0) for r in here]
+            axes.bar(x, heights, bottom=bottom, color=plt.get_cmap("tab20")(i % 20), label=short(kernel))
+            bottom = [b + h for b, h in zip(bottom, heights)]
+        axes.plot(x, [r[total] for r in here], "k_", markersize=14, label="the layer")
+        axes.set_xticks(list(x), [str(r["tokens"]) for r in here])
+        axes.set(xlabel="tokens", title=f"{name}, {LABELS['per_expert_r32']}")
+        axes.legend(fontsize=6)
+    grid[0][0].set_ylabel("us")
+    finish(figure, folder / "moe_decode_launches.png")
+
+
+def plot_tax(rows: list[dict], folder: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    drawn = False
+    for i, tokens in enumerate((16, 32, 64)):
+        layouts = ("per_expert_r4", "per_expert_r16", "per_expert_r32", "per_expert_r64")
+        mine = [r for layout in layouts for r in pick(rows, layout=layout) if r["tokens"] == tokens and "tax" in r]
+        if not mine:
+            continue
+        drawn = True
+        ranks = [r["rank"] for r in mine]
+        axes.plot(ranks, [100 * r["tax"] for r in mine], f"C{i}o-", label=f"{tokens} tokens")
+        bytes_alone = [100 * (r["floor_us"] / r["floor_base_us"] - 1) for r in mine]
+        axes.plot(ranks, bytes_alone, f"C{i}:", label=f"{tokens} tokens, bytes alone")
+        peers = [r for r in mine if r["peer_us"]]
+        taxes = [100 * (r["peer_us"] / r["without_us"] - 1) for r in peers]
+        axes.plot([r["rank"] for r in peers], taxes, f"C{i}x--", label=f"{tokens} tokens, vLLM")
+    if not drawn:
+        plt.close(figure)
+        return
+    axes.set(xlabel="rank", ylabel="time over the fastest without adapters, %", title=TITLE)
+    axes.set_xticks([4, 16, 32, 64])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.text(0.01, 0.005, hardware(rows), fontsize=6)
+    finish(figure, folder / "moe_decode_tax.png")
+
+
+def main() -> None:
+    folders = [Path(arg) for arg in sys.argv[1:]] or sorted((harness.ROOT / "bench" / "results").glob("*/"))
+    for folder in folders:
+        if rows := harness.read_rows(folder / "moe_decode.json"):
+            if pick(rows):
+                plot_share(rows, folder)
+            plot_tax(rows, folder)
+        plot_launches(harness.read_rows(folder / "moe_decode_launches.json"), folder)
+
+
+if __name__ == "__main__":
+    main()

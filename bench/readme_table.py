@@ -1,0 +1,141 @@
+"""Rewrite the measured tables of README.md from the committed results, so that no number there is typed by hand.
+
+    python bench/readme_table.py            # rewrite
+    python bench/readme_table.py --check    # fail if README.md is not what the results say
+
+A table stands between ``<!-- results NAME -->`` and ``<!-- /results -->``; NAME is a key of `TABLES`.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+
+import harness
+
+DEVICE = "nvidia_h200"
+README = harness.ROOT / "README.md"
+NONE = "*No measurement is committed yet.*"
+SECTION = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+
+def rows_of(bench: str, **wanted: object) -> list[dict]:
+    rows = harness.read_rows(harness.ROOT / "bench" / "results" / DEVICE / f"{bench}.json")
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def table(columns: Iterable[str], lines: Iterable[Iterable[str]], source: list[dict]) -> str:
+    columns = list(columns)
+    out = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
+    out += ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([*out, "", provenance(source)])
+
+
+def provenance(rows: list[dict]) -> str:
+    """Device, versions and commits of the rows, which may come from several runs."""
+    versions = rows[0]["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("driver", "torch", "triton", "vllm") if name in versions)
+    commits = ", ".join(dict.fromkeys(f"`{row['commit']}`" for row in rows))
+    reads = [row["read_tb_s"] for row in rows if row.get("read_tb_s")]
+    read = f"; read bandwidth {min(reads)} to {max(reads)} TB/s" if reads else ""
+    return f"{rows[0]['device']}; {named}{read}; commit {commits}, {max(row['date'] for row in rows)}."
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def decode(model: str, tp: int, base: str) -> str:
+    """By tokens: without adapter, per-expert and shared-outer, each with time, share of its floor, vLLM's time."""
+    layouts = {"none": "no adapter", "per_expert_r32": "per-expert r 32", "shared_outer_r32": "shared-outer r 32"}
+    found = {
+        (row["layout"], row["tokens"]): row
+        for row in rows_of("moe_decode", model=model, tp=tp, base=base, routing="uniform")
+        if row["layout"] in layouts and row["tokens"] <= 256
+    }
+    if not found:
+        return NONE
+    columns = ["tokens", "experts read"]
+    for layout, label in layouts.items():
+        columns += [f"{label}, us", "share", *([] if layout == "none" else ["tax"]), "vLLM, us"]
+    lines = []
+    for tokens in sorted({tokens for _, tokens in found}):
+        here = {layout: found.get((layout, tokens), {}) for layout in layouts}
+        experts = next(row["distinct_experts"] for row in here.values() if row)
+        line = [str(tokens), str(experts)]
+        for layout, row in here.items():
+            line += [us(row.get("us")), percent(row.get("share"))]
+            line += [] if layout == "none" else [percent(row.get("tax"))]
+            line += [us(row.get("peer_us"))]
+        lines.append(line)
+    return table(columns, lines, list(found.values()))
+
+
+def variants() -> str:
+    """Beam at TP 8, 32 tokens: every layout and routing of the grid."""
+    rows = rows_of("moe_decode", model="beam-1.0", tp=8, base="bf16", tokens=32)
+    if not rows:
+        return NONE
+    columns = ["adapters", "routing", "experts read", "us", "floor, us", "share", "tax", "vLLM, us"]
+    lines = [
+        [
+            row["layout"].replace("_", " "),
+            row["routing"],
+            str(row["distinct_experts"]),
+            us(row["us"]),
+            us(row["floor_us"]),
+            percent(row["share"]),
+            percent(row.get("tax")),
+            us(row["peer_us"]),
+        ]
+        for row in rows
+    ]
+    return table(columns, lines, rows)
+
+
+def prefill() -> str:
+    rows = rows_of("moe_decode", tokens=4096, routing="uniform")
+    if not rows:
+        return NONE
+    columns = ["model", "adapters", "us", "vLLM, us"]
+    lines = [
+        [f"{row['model']} TP {row['tp']}", row["layout"].replace("_", " "), us(row["us"]), us(row["peer_us"])]
+        for row in rows
+    ]
+    return table(columns, lines, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "moe_decode_beam": lambda: decode("beam-1.0", 8, "bf16"),
+    "moe_decode_beam_mxfp8": lambda: decode("beam-1.0", 8, "mxfp8"),
+    "moe_decode_qwen3": lambda: decode("qwen3-30b-a3b", 1, "bf16"),
+    "moe_decode_variants": variants,
+    "moe_prefill": prefill,
+}
+
+
+def rewritten(text: str) -> str:
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise SystemExit(f"README.md asks for results {name}; known: {', '.join(TABLES)}")
+        return f"{match[1]}{TABLES[name]()}\n{match[3]}"
+
+    return SECTION.sub(fill, text)
+
+
+def main() -> None:
+    text = README.read_text()
+    new = rewritten(text)
+    if "--check" in sys.argv[1:]:
+        if new != text:
+            raise SystemExit("README.md differs from the committed results: run python bench/readme_table.py")
+    elif new != text:
+        README.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
