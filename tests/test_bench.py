@@ -1,0 +1,126 @@
+"""The bench's own arithmetic: a wrong floor, routing or merge would make every published number wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import moe_decode
+
+    return moe_decode
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import harness
+
+    return harness
+
+
+@pytest.mark.parametrize("layout", ["per_expert_r4_of_32", "shared_outer_r32", "one_a_r32", "four_slots_r32"])
+def test_floor_counts_each_expert_and_each_slots_factor_once(bench, layout):
+    tokens = 7
+    case, shard = bench.Case("small", 1, "bf16", layout, "zipf", tokens), bench.shard_of("small", 1)
+    how = bench.LAYOUTS[layout]
+    ids = bench.route("zipf", tokens, shard.num_experts, shard.top_k)
+    slots = bench.adapter_ids(how, tokens).tolist()
+    experts, outer, inner = set(), set(), set()
+    for token, chosen in enumerate(ids.tolist()):
+        experts |= set(chosen)
+        if slots[token] >= 0:
+            inner |= {(slots[token], e) for e in chosen}
+            outer |= {(slots[token], 0 if how.shared_outer else e) for e in chosen}
+    base = len(experts) * 3 * shard.hidden * shard.intermediate
+    a = 1 if how.one_a else 2
+    factors = how.rank * (len(outer) * (a + 1) * shard.hidden + len(inner) * 3 * shard.intermediate)
+    assert bench.floor_bytes(case, shard, ids) == (2 * (base + factors), 2 * base, len(experts))
+
+
+def test_routing_is_reproducible_valid_and_as_named(bench):
+    uniform, again = (bench.route("uniform", 64, 256, 8) for _ in range(2))
+    assert torch.equal(uniform, again) and uniform.dtype == torch.int32
+    for routing in ("uniform", "zipf", "hot8"):
+        ids = bench.route(routing, 64, 256, 8)
+        assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < 256 for row in ids.tolist())
+    assert bench.route("hot8", 64, 256, 8).unique().numel() == 8
+    assert bench.route("zipf", 64, 256, 8).unique().numel() < uniform.unique().numel()
+    with pytest.raises(ValueError, match="'unifrom'"):
+        bench.route("unifrom", 1, 8, 2)
+
+
+def test_mixed_batch_uses_every_slot_and_leaves_rows_bare(bench):
+    assert bench.adapter_ids(bench.LAYOUTS["four_slots_r32"], 7).tolist() == [0, 1, 2, 3, -1, 0, 1]
+
+
+def test_a_wrong_or_unwritten_result_gets_no_time(bench, harness, monkeypatch):
+    case = bench.Case("small", 1, "bf16", "per_expert_r4", "uniform", 2)
+    layers = bench.Layers(case, torch.device("cpu"), torch.float16, 2)
+    right = bench.fused_moe_reference
+
+    def scaled(factor):
+        def call(*args, out, workspace, config, **kwargs):
+            return out.copy_(right(*args, **kwargs) * factor)
+
+        return call
+
+    monkeypatch.setattr(bench, "fused_moe", scaled(1.0))
+    row = bench.measure(case, layers, [], rounds=1)
+    assert row["error"] == 0 and row["peer_us"] is None and row["share"] >= 0
+    for factor in (1.02, float("nan")):
+        monkeypatch.setattr(bench, "fused_moe", scaled(factor))
+        with pytest.raises(harness.WrongResult, match="small/tp1/bf16/per_expert_r4/uniform/t2"):
+            bench.measure(case, layers, [], rounds=1)
+
+
+def test_tax_is_against_the_faster_run_without_adapters(bench):
+    same = {"model": "m", "tp": 8, "base": "bf16", "routing": "uniform", "tokens": 16, "floor_us": 90.0}
+    bare = {**same, "rank": 0, "us": 110.0, "peer_us": 100.0}
+    with_lora = {**same, "rank": 32, "us": 112.0, "peer_us": 150.0}
+    alone = {**same, "rank": 32, "us": 112.0, "peer_us": None, "tokens": 32}
+    bench.add_tax([bare, with_lora, alone])
+    assert (with_lora["tax"], with_lora["without_us"], with_lora["without_share"]) == (0.12, 100.0, 0.9)
+    assert "tax" not in alone
+
+
+def test_rows_are_merged_by_case(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("BEAM_MOE_RESULTS", str(tmp_path))
+    monkeypatch.setenv("BEAM_MOE_COMMIT", "abc1234")
+    harness.commit.cache_clear()
+    harness.write_rows("demo", [{"case": "a", "us": 1.0}, {"case": "b", "us": 2.0}])
+    path = harness.write_rows("demo", [{"case": "a", "us": 3.0}])
+    rows = json.loads(path.read_text())
+    harness.commit.cache_clear()
+    assert [(r["case"], r["us"], r["bench"], r["commit"]) for r in rows] == [
+        ("a", 3.0, "demo", "abc1234"),
+        ("b", 2.0, "demo", "abc1234"),
+    ]
+    assert rows[0]["versions"]["torch"] == torch.__version__
+    with pytest.raises(ValueError):
+        harness.write_rows("demo", [{"case": "c", "us": float("nan")}])
+
+
+def test_read_kernel_touches_every_word_once(harness):
+    words = torch.randint(-(2**20), 2**20, (6 * 2048,), dtype=torch.int32)
+    sink = torch.zeros(4, dtype=torch.int32)
+    if torch.cuda.is_available():
+        words, sink = words.cuda(), sink.cuda()
+    harness._read_kernel[(4,)](words, sink, 6, BLOCK=1024, UNROLL=2)
+    assert int(sink.sum()) == int(words.sum())
+
+
+def test_readme_shows_what_the_results_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import readme_table
+
+    text = readme_table.README.read_text()
+    asked = {match[2] for match in readme_table.SECTION.finditer(text)}
+    assert asked, "README.md has no generated table"
+    assert readme_table.rewritten(text) == text, "run python bench/readme_table.py"
