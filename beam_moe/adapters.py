@@ -693,8 +693,8 @@ def load_adapter(
         so that it counts as one A). Gate and up with equal A become one A. Live ranks are in ``bank.ranks``.
 
     Raises:
-        ValueError: a tensor that no module of the model consumes, a missing expert or factor, a wrong shape or rank: the
-            key is named; a field of ``adapter_config.json`` that a pair of factors cannot express: the field is named.
+        ValueError: a tensor that no module of the model consumes, a missing expert or factor, a wrong shape or rank:
+            the key is named; a field of ``adapter_config.json`` that a pair of factors cannot express: the field is named.
     """
     shard = config if isinstance(config, Shard) else config.shard()
     tensors, found = _read(source)
