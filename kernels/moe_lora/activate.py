@@ -7,7 +7,8 @@
     gu  (SPLITS, P, 2I)      t  (SPLITS, P|T, NA*R)      b  (L, E, I, R), up's ``up_b_offset`` elements further
     a2  (L, E, R, I)         h  (P, I)                   s  (TILES, P, R)
 
-t stays in fp32: its products with B run as three tf32 ones, which together carry fp32's precision.
+t keeps fp32's precision through its product with B. What does not depend on the launch before (the block's rows, the
+factors of its first adapter) is loaded while that one drains, and W2 of the first blocks is on its way to L2 by then.
 """
 
 import triton
@@ -16,9 +17,12 @@ import triton.language as tl
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
     block_rows,
+    dot,
+    dot_fp32,
     let_next_start,
     live_rank,
     load_ranks,
+    prefetch,
     wait_for_previous,
 )
 
@@ -32,6 +36,22 @@ def _load_t(t_ptrs, mask_rows, r, live, stride_split, RANK: tl.constexpr, SPLITS
     return t
 
 
+@triton.jit
+def _adapt(
+    g, u, bg, bu, t_rows, t_plane, mine, r, live,
+    RANK: tl.constexpr, NA: tl.constexpr, SPLITS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Gate and up with one adapter's B13 @ t added in its rows."""
+    zero = tl.zeros((bg.shape[0], g.shape[0]), tl.float32)
+    t = _load_t(t_rows + r[None, :], mine, r, live, t_plane, RANK, SPLITS)
+    dg = dot_fp32(bg, tl.trans(t), zero, INTERPRETED)
+    if NA == 2:
+        t = _load_t(t_rows + RANK + r[None, :], mine, r, live, t_plane, RANK, SPLITS)
+    du = dot_fp32(bu, tl.trans(t), zero, INTERPRETED)
+    # a row without this adapter keeps its bits: nothing is added to it, not even zero
+    return tl.where(mine[:, None], g + tl.trans(dg), g), tl.where(mine[:, None], u + tl.trans(du), u)
+
+
 @triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
 def _activate_kernel(
     gu_ptr,  # (SPLITS, P, 2I)
@@ -40,6 +60,7 @@ def _activate_kernel(
     a2_ptr,  # (L, E, R, I)
     h_ptr,  # (P, I)
     s_ptr,  # (TILES, P, R)
+    w2_ptr,  # (E, H, I), only to prefetch
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (P,)
@@ -59,84 +80,104 @@ def _activate_kernel(
     stride_al,
     stride_ae,
     stride_ar,
+    stride_we,
     I: tl.constexpr,
     RANK: tl.constexpr,
     NA: tl.constexpr,
     TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,
     SHARED_A: tl.constexpr,
+    MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
     HAS_MAP: tl.constexpr,
     DIRECT: tl.constexpr,
+    PREFETCH_BLOCKS: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (ceil(I / BLOCK_I), MAX_BLOCKS)."""
     tile = tl.program_id(0)
     block = tl.program_id(1)
-    P = (T * TOP_K).to(tl.int64)
-    i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
-    mask_i = i < I
     expert, pair, mask_m = block_rows(
         topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, E_GLOBAL, E, MAX_BLOCKS, BLOCK_M, HAS_MAP, DIRECT
     )
-    wait_for_previous(PDL)
-    let_next_start(PDL)
-    if expert < 0:
-        return
+    P = tl.cast(T * TOP_K, tl.int64)
+    e = expert.to(tl.int64)
+    if PREFETCH_BLOCKS > 0:
+        if (tile == 0) & (block < PREFETCH_BLOCKS) & (expert >= 0):
+            prefetch(w2_ptr + e * stride_we, PREFETCH_BYTES)
 
     token = pair // TOP_K
     pair = pair.to(tl.int64)
-    mask = mask_m[:, None] & mask_i[None, :]
-    gate_ptrs = gu_ptr + pair[:, None] * (2 * I) + i[None, :]
-    g = tl.load(gate_ptrs, mask=mask, other=0.0)
-    u = tl.load(gate_ptrs + I, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        plane = gate_ptrs + split * P * (2 * I)
-        g += tl.load(plane, mask=mask, other=0.0)
-        u += tl.load(plane + I, mask=mask, other=0.0)
-
+    i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask_i = i < I
     if RANK > 0:
-        slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
-        t_row = token.to(tl.int64) if SHARED_A else pair
-        t_plane = (T.to(tl.int64) if SHARED_A else P) * (NA * RANK)
-        for slot in range(SLOTS):
-            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
-            mine = (slot_m == slot) & (live > 0)
-            if tl.sum(mine.to(tl.int32), 0) > 0:
-                dg = tl.zeros((BLOCK_I, BLOCK_M), tl.float32)
-                du = tl.zeros((BLOCK_I, BLOCK_M), tl.float32)
-                b_rows = b_ptr + tl.cast(slot, tl.int64) * stride_bl + expert.to(tl.int64) * stride_be
-                b_rows = b_rows + i.to(tl.int64)[:, None] * stride_bi
-                t_rows = t_ptr + t_row[:, None] * (NA * RANK)
-                for first in tl.range(0, live, BLOCK_R, num_stages=1):
-                    r = first + tl.arange(0, BLOCK_R)
-                    bg = load_ranks(b_rows + r[None, :], mask_i, r, live, RANK).to(tl.float32)
-                    bu = load_ranks(b_rows + up_b_offset + r[None, :], mask_i, r, live, RANK).to(tl.float32)
-                    tg = _load_t(t_rows + r[None, :], mine, r, live, t_plane, RANK, SPLITS)
-                    dg = tl.dot(bg, tl.trans(tg), dg, input_precision="tf32x3")
-                    if NA == 2:
-                        tg = _load_t(t_rows + RANK + r[None, :], mine, r, live, t_plane, RANK, SPLITS)
-                    du = tl.dot(bu, tl.trans(tg), du, input_precision="tf32x3")
-                # a row without this adapter keeps its bits: nothing is added to it, not even zero
-                g = tl.where(mine[:, None], g + tl.trans(dg), g)
-                u = tl.where(mine[:, None], u + tl.trans(du), u)
+        slot_m = adapter_slot(lora_ids_ptr, token, mask_m & (expert >= 0), SLOTS)
+        first_slot = tl.max(slot_m, 0)
+        live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
+        r_0 = tl.arange(0, BLOCK_R)
+        b_rows = b_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + e * stride_be
+        b_ptrs = b_rows + i.to(tl.int64)[:, None] * stride_bi + r_0[None, :]
+        bg_0 = load_ranks(b_ptrs, mask_i, r_0, live_0, RANK)
+        bu_0 = load_ranks(b_ptrs + up_b_offset, mask_i, r_0, live_0, RANK)
+        a_rows = a2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_al + e * stride_ae
+        a_ptrs = a_rows + r_0.to(tl.int64)[:, None] * stride_ar + i[None, :]
+        a_0 = tl.load(a_ptrs, mask=(r_0 < live_0)[:, None] & mask_i[None, :], other=0.0)
 
-    h = (g * tl.sigmoid(g) * u).to(h_ptr.dtype.element_ty)
-    tl.store(h_ptr + pair[:, None] * I + i[None, :], h, mask=mask)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    if expert >= 0:
+        mask = mask_m[:, None] & mask_i[None, :]
+        gate_ptrs = gu_ptr + pair[:, None] * (2 * I) + i[None, :]
+        g = tl.load(gate_ptrs, mask=mask, other=0.0)
+        u = tl.load(gate_ptrs + I, mask=mask, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            plane = gate_ptrs + split * P * (2 * I)
+            g += tl.load(plane, mask=mask, other=0.0)
+            u += tl.load(plane + I, mask=mask, other=0.0)
 
-    if RANK > 0:
-        for slot in range(SLOTS):
-            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
-            mine = (slot_m == slot) & (live > 0)
-            if tl.sum(mine.to(tl.int32), 0) > 0:
-                for first in tl.range(0, live, BLOCK_R, num_stages=1):
-                    r = first + tl.arange(0, BLOCK_R)
-                    mask_r = r < live
-                    a_ptrs = a2_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae
-                    a_ptrs = a_ptrs + r.to(tl.int64)[:, None] * stride_ar + i[None, :]
-                    a = tl.load(a_ptrs, mask=mask_r[:, None] & mask_i[None, :], other=0.0)
-                    s = tl.trans(tl.dot(a, tl.trans(h)))
-                    out = s_ptr + (tile * P + pair)[:, None] * RANK + r[None, :]
-                    tl.store(out, s, mask=mine[:, None] & mask_r[None, :])
+        if RANK > 0:
+            t_row = token.to(tl.int64) if SHARED_A else pair
+            t_plane = (tl.cast(T, tl.int64) if SHARED_A else P) * (NA * RANK)
+            t_rows = t_ptr + t_row[:, None] * (NA * RANK)
+            mine = (slot_m == first_slot) & (live_0 > 0)
+            g, u = _adapt(g, u, bg_0, bu_0, t_rows, t_plane, mine, r_0, live_0, RANK, NA, SPLITS, INTERPRETED)
+            if MORE:
+                for slot in range(SLOTS):
+                    live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+                    mine = (slot_m == slot) & (live > 0)
+                    if tl.sum(mine.to(tl.int32), 0) > 0:
+                        b_rows = b_ptr + tl.cast(slot, tl.int64) * stride_bl + e * stride_be
+                        b_rows = b_rows + i.to(tl.int64)[:, None] * stride_bi
+                        done = tl.where(slot == first_slot, BLOCK_R, 0)
+                        for first in tl.range(done, live, BLOCK_R, num_stages=1):
+                            r = first + r_0
+                            bg = load_ranks(b_rows + r[None, :], mask_i, r, live, RANK)
+                            bu = load_ranks(b_rows + up_b_offset + r[None, :], mask_i, r, live, RANK)
+                            g, u = _adapt(g, u, bg, bu, t_rows, t_plane, mine, r, live, RANK, NA, SPLITS, INTERPRETED)
+
+        h = (g * tl.sigmoid(g) * u).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + pair[:, None] * I + i[None, :], h, mask=mask)
+
+        if RANK > 0:
+            out = s_ptr + (tile * P + pair)[:, None] * RANK
+            zero = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+            mine = (slot_m == first_slot) & (live_0 > 0)
+            s = tl.trans(dot(a_0, tl.trans(h), zero, INTERPRETED))
+            tl.store(out + r_0[None, :], s, mask=mine[:, None] & (r_0 < live_0)[None, :])
+            if MORE:
+                for slot in range(SLOTS):
+                    live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+                    mine = (slot_m == slot) & (live > 0)
+                    if tl.sum(mine.to(tl.int32), 0) > 0:
+                        a_rows = a2_ptr + tl.cast(slot, tl.int64) * stride_al + e * stride_ae + i[None, :]
+                        done = tl.where(slot == first_slot, BLOCK_R, 0)
+                        for first in tl.range(done, live, BLOCK_R, num_stages=1):
+                            r = first + r_0
+                            a_ptrs = a_rows + r.to(tl.int64)[:, None] * stride_ar
+                            a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_i[None, :], other=0.0)
+                            s = tl.trans(dot(a, tl.trans(h), zero, INTERPRETED))
+                            tl.store(out + r[None, :], s, mask=mine[:, None] & (r < live)[None, :])

@@ -14,6 +14,7 @@ import triton.language as tl
 from beam_moe.kernels.moe_lora.down import load_s
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
+    dot_fp32,
     let_next_start,
     live_rank,
     load_ranks,
@@ -50,6 +51,7 @@ def _combine_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (ceil(H / BLOCK_H), ceil(T / BLOCK_T))."""
@@ -59,7 +61,7 @@ def _combine_kernel(
     mask_t = token < T
     mask_n = n < H
     token = tl.where(mask_t, token, 0)
-    P = (T * TOP_K).to(tl.int64)
+    P = tl.cast(T * TOP_K, tl.int64)
     wait_for_previous(PDL)
     let_next_start(PDL)
 
@@ -89,8 +91,8 @@ def _combine_kernel(
                         weight = tl.load(topk_weights_ptr + pair, mask=valid, other=0.0)
                         s = load_s(s_ptr, pair.to(tl.int64), valid, r, live, P, RANK, TILES)
                         v += weight[:, None] * s
-                    b = load_ranks(b_rows + r[None, :], mask_n, r, live, RANK).to(tl.float32)
-                    delta = tl.dot(b, tl.trans(v), delta, input_precision="tf32x3")
+                    b = load_ranks(b_rows + r[None, :], mask_n, r, live, RANK)
+                    delta = dot_fp32(b, tl.trans(v), delta, INTERPRETED)
                 acc = tl.where(mine[:, None], acc + tl.trans(delta), acc)
 
     out = (acc * scale).to(out_ptr.dtype.element_ty)

@@ -24,6 +24,8 @@ class MoEConfig:
 
     block_m: int = 16  # routed rows of a block
     direct: bool = False  # one block a routed pair, no plan: pays while hardly two tokens share an expert
+    plan_warps: int = 4
+    plan_experts: int = 1  # experts that one program of the plan writes
     up_block_n: int = 64
     up_block_k: int = 128
     up_warps: int = 4
@@ -38,7 +40,7 @@ class MoEConfig:
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
-    prefetch: int = 0  # programs that prefetch W2 while the launch before drains
+    prefetch: int = 0  # blocks whose W2 is asked into L2 while the first product drains
 
     @classmethod
     def pick(cls, device: torch.device, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
@@ -60,6 +62,8 @@ class MoEConfig:
         return cls(
             block_m=block_m,
             direct=tokens * top_k <= 16,
+            plan_warps=4 if tokens * top_k <= 1024 else 8,
+            plan_experts=1 if tokens * top_k <= 4096 else triton.cdiv(experts, 128),
             up_block_n=128 if big else 64,
             up_block_k=64 if big else block_k,
             up_warps=8 if block_m == 128 else 4,
@@ -87,13 +91,15 @@ class MoEConfig:
 CHOICES = {
     "block_m": (16, 32, 64, 128),
     "direct": (False, True),
+    "plan_warps": (2, 4, 8),
+    "plan_experts": (1, 2, 4),
     "splits": (1, 2, 4, 5, 8, 10),
     "up_block_n": (64, 128),
     "up_block_k": (64, 128, 256),
     "up_warps": (4, 8),
     "up_stages": (2, 3, 4, 5, 6),
-    "act_block_i": (16, 32, 64),
-    "act_warps": (2, 4, 8),
+    "act_block_i": (32, 64, 128, 256, 512),
+    "act_warps": (4, 8, 16),
     "down_block_n": (64, 128, 256),
     "down_block_k": (64, 128),
     "down_warps": (4, 8),
@@ -101,7 +107,7 @@ CHOICES = {
     "combine_block_h": (128, 256, 512, 1024),
     "combine_block_t": (1, 2, 4),
     "combine_warps": (2, 4, 8),
-    "prefetch": (0, 132, 264, 528),
+    "prefetch": (0, 4, 8, 12, 16),
 }
 
 

@@ -121,10 +121,6 @@ def _offset(base: torch.Tensor, other: torch.Tensor) -> int:
     return (other.data_ptr() - base.data_ptr()) // base.element_size()
 
 
-def _block_r(rank: int) -> int:
-    return min(64, max(16, triton.next_power_of_2(rank)))
-
-
 def _run(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -149,13 +145,17 @@ def _run(
     emap = topk_ids if expert_map is None else expert_map
     e_global = 0 if expert_map is None else expert_map.numel()
     has_map = expert_map is not None
+    common: dict[str, Any] = dict(TOP_K=top_k, HAS_MAP=has_map, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
     if not cfg.direct:
-        build_plan(topk_ids, expert_map, experts, cfg.block_m, buffers.order, buffers.table, pdl=pdl)
+        build_plan(
+            topk_ids, expert_map, experts, cfg.block_m, buffers.order, buffers.table,
+            num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl,
+        )  # fmt: skip
     order, table = (topk_ids, topk_ids) if cfg.direct else (buffers.order, buffers.table)
 
     if lora is None:
-        rank, na, shared_a, shared_b, slots, tiles = 0, 1, False, False, 0, 1
+        rank, na, shared_a, shared_b, slots, tiles, block_r, more = 0, 1, False, False, 0, 1, 16, False
         gate_a = gate_b = w2_a = w2_b = x
         ids = ranks = enabled = topk_ids
         t, s = buffers.gu, buffers.y
@@ -164,7 +164,8 @@ def _run(
     else:
         rank, na, slots = lora.rank, 1 if lora.one_a else 2, lora.slots
         shared_a, shared_b = lora.shared_a, lora.shared_b
-        tiles = triton.cdiv(inter, cfg.act_block_i)
+        tiles, block_r = triton.cdiv(inter, cfg.act_block_i), min(64, max(16, triton.next_power_of_2(rank)))
+        more = slots > 1 or rank > block_r
         (gate_a, up_a), (gate_b, up_b) = lora.gate_up_a, lora.gate_up_b
         w2_a, w2_b = lora.w2_a, lora.w2_b
         ids, ranks, enabled = lora_ids, lora.ranks, lora.enabled
@@ -181,47 +182,43 @@ def _run(
         x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks, up_a_offset,
         x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2],
-        H=hidden, N=2 * inter, RANK=rank, NA=na, TOP_K=top_k, SPLITS=cfg.splits, SHARED_A=shared_a, HAS_MAP=has_map,
-        DIRECT=cfg.direct, BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k, PDL=pdl,
-        num_warps=cfg.up_warps, num_stages=cfg.up_stages, **extra,
+        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, DIRECT=cfg.direct,
+        BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
+        num_warps=cfg.up_warps, num_stages=cfg.up_stages, **common,
     )  # fmt: skip
+    prefetch = cfg.prefetch if pdl and _bulk_prefetchable(w2) else 0
     _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
-        buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
+        buffers.gu, t, gate_b, w2_a, buffers.h, s, w2, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks, up_b_offset,
-        b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
-        I=inter, RANK=rank, NA=na, TOP_K=top_k, SPLITS=cfg.splits, SHARED_A=shared_a, HAS_MAP=has_map,
-        DIRECT=cfg.direct, BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=_block_r(rank), PDL=pdl,
-        num_warps=cfg.act_warps, num_stages=2, **extra,
+        b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2], w2.stride(0),
+        I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, DIRECT=cfg.direct,
+        PREFETCH_BLOCKS=prefetch, PREFETCH_BYTES=hidden * inter * w2.element_size() if prefetch else 0,
+        BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
+        num_warps=cfg.act_warps, num_stages=2, **common,
     )  # fmt: skip
-    prefetch = cfg.prefetch if pdl and _bulk_aligned(w2) else 0
     _down_kernel[(triton.cdiv(hidden, cfg.down_block_n), blocks)](
         buffers.h, w2, s, w2_b, buffers.y, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks,
         w2.stride(0), w2.stride(1), b2_strides[0], b2_strides[1], b2_strides[2],
-        H=hidden, I=inter, RANK=0 if shared_b else rank, TILES=tiles, TOP_K=top_k, HAS_MAP=has_map,
-        DIRECT=cfg.direct, PREFETCH=prefetch, BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n,
-        BLOCK_K=cfg.down_block_k, BLOCK_R=_block_r(rank), PDL=pdl,
-        num_warps=cfg.down_warps, num_stages=cfg.down_stages, **extra,
+        H=hidden, I=inter, RANK=0 if shared_b else rank, TILES=tiles, MORE=more, DIRECT=cfg.direct,
+        BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
+        num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common,
     )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h
     _combine_kernel[(triton.cdiv(hidden, block_h), triton.cdiv(tokens, block_t))](
         buffers.y, s, w2_b, topk_weights, out, topk_ids, emap, ids, ranks, enabled,
         scale, tokens, e_global, experts, slots, b2_strides[0], b2_strides[2], out.stride(0),
-        H=hidden, RANK=rank if shared_b else 0, TILES=tiles, TOP_K=top_k, HAS_MAP=has_map,
-        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=_block_r(rank), PDL=pdl,
-        num_warps=cfg.combine_warps, **extra,
+        H=hidden, RANK=rank if shared_b else 0, TILES=tiles,
+        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=block_r, num_warps=cfg.combine_warps, **common,
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
-def _aligned_strides(pointer: int, stride0: int, stride1: int, inner: int, size: int) -> bool:
-    return not (pointer % 16 or stride0 * size % 16 or stride1 * size % 16 or inner * size % 16)
-
-
-def _bulk_aligned(w2: torch.Tensor) -> bool:
-    """Whether rows of W2 can be prefetched in bulk: 16-byte aligned, of a multiple of 16 bytes."""
-    return _aligned_strides(w2.data_ptr() % 16, w2.stride(0), w2.stride(1), w2.shape[2], w2.element_size())
+def _bulk_prefetchable(w: torch.Tensor) -> bool:
+    """Whether one expert's W2 is contiguous, 16-byte aligned, and cuts into 256 pieces of a multiple of 16 bytes."""
+    size, stride = w.element_size(), w.stride(0)
+    expert = w.shape[1] * w.shape[2] * size
+    return not (w.stride(1) != w.shape[2] or w.data_ptr() % 16 or stride * size % 16 or expert % 4096)
 
 
 def fused_moe(

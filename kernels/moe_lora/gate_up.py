@@ -15,13 +15,21 @@ on timing nor on the other rows of the batch.
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.pipeline import adapter_slot, block_rows, let_next_start, live_rank, wait_for_previous
+from beam_moe.kernels.moe_lora.pipeline import (
+    adapter_slot,
+    block_rows,
+    dot,
+    let_next_start,
+    live_rank,
+    wait_for_previous,
+)
 
 
 @triton.jit
 def _rows_times_x(
     w_ptr, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, MASK_ROWS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last."""
     offs_k = k_first + tl.arange(0, BLOCK_K)
@@ -39,7 +47,7 @@ def _rows_times_x(
             mask_k = k + tl.arange(0, BLOCK_K) < H
             w = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0)
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc)
+        acc = dot(w, tl.trans(x), acc, INTERPRETED)
         w_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
     return acc
@@ -50,7 +58,7 @@ def _adapter_tile(
     x_ptr, x_offsets, a_ptr, expert, t_ptr, t_row, token, mask_m, tile, k_first, k_last,
     lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
     H: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """t of one tile of A's rows, for each adapter that the block's rows use; nothing past its live rank is read."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -66,7 +74,7 @@ def _adapter_tile(
                 acc = _rows_times_x(
                     a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
                     a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, INTERPRETED,
                 )  # fmt: skip
                 tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :])
 
@@ -109,6 +117,7 @@ def _gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS); blocks of tokens follow where A is shared by all experts."""
@@ -132,7 +141,7 @@ def _gate_up_kernel(
                 x_ptr, token.to(tl.int64) * stride_xt, a_ptr, unit * 0, t_ptr, split.to(tl.int64) * T + token, token,
                 mask_m, unit % A_TILES, split * K_SHARE, tl.minimum(split * K_SHARE + K_SHARE, H),
                 lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K,
+                H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
             )  # fmt: skip
     elif unit < TILES * SPLITS:
         expert, pair, mask_m = block_rows(
@@ -151,7 +160,7 @@ def _gate_up_kernel(
                 acc = _rows_times_x(
                     w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N,
                     x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED,
                 )  # fmt: skip
                 out = gu_ptr + row[:, None] * N + n[None, :]
                 tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :])
@@ -159,5 +168,5 @@ def _gate_up_kernel(
                 _adapter_tile(
                     x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
                     lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                    H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K,
+                    H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
                 )  # fmt: skip

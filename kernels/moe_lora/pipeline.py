@@ -26,18 +26,44 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(row_ptrs, num_bytes):
-    """Ask for ``num_bytes`` (a multiple of 16) at each 16-byte aligned pointer of ``row_ptrs`` to be brought into L2."""
+def prefetch(ptr, BYTES: tl.constexpr):
+    """Ask for ``BYTES`` contiguous bytes (a multiple of 4096) at the 16-byte aligned ``ptr`` to be brought into L2."""
     # L2 is this memory's point of coherence, so an early prefetch can never make a later load read an old value
-    size = tl.zeros_like(row_ptrs.to(tl.int64, bitcast=True)).to(tl.int32) + num_bytes
+    chunk = tl.arange(0, 256)
+    address = ptr.to(tl.int64, bitcast=True) + chunk.to(tl.int64) * (BYTES // 256)
+    size = tl.zeros((256,), tl.int32) + BYTES // 256
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
-        [row_ptrs.to(tl.int64, bitcast=True), size],
+        [address, size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def dot(a, b, acc, INTERPRETED: tl.constexpr):
+    """``acc + a @ b`` in fp32; Triton's interpreter would multiply the bits of bf16 as integers."""
+    if INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def dot_fp32(a, b, acc, INTERPRETED: tl.constexpr):
+    """``acc + a @ b`` for 16-bit ``a`` and fp32 ``b``, keeping b's precision: bf16 thirds, or tf32 pieces for fp16."""
+    if INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b)
+    elif a.dtype == tl.bfloat16:
+        high = b.to(tl.bfloat16)
+        rest = b - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, acc)))
+    else:
+        return tl.dot(a.to(tl.float32), b, acc, input_precision="tf32x3")
 
 
 @triton.jit
@@ -86,9 +112,11 @@ def adapter_slot(lora_ids_ptr, token, mask, SLOTS):
 
 @triton.jit
 def live_rank(ranks_ptr, enabled_ptr, slot, RANK: tl.constexpr):
-    """The rank in use of an adapter slot: 0 where it is disabled or empty, never above the bank's."""
-    rank = tl.minimum(tl.load(ranks_ptr + slot), RANK)
-    return tl.where(tl.load(enabled_ptr + slot) != 0, tl.maximum(rank, 0), 0)
+    """The rank in use of an adapter slot: 0 where it is disabled, empty or -1, never above the bank's."""
+    known = slot >= 0
+    rank = tl.load(ranks_ptr + slot, mask=known, other=0)
+    enabled = tl.load(enabled_ptr + slot, mask=known, other=0)
+    return tl.where(enabled != 0, tl.maximum(tl.minimum(rank, RANK), 0), 0)
 
 
 @triton.jit

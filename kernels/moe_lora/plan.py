@@ -89,13 +89,14 @@ def build_plan(
     order: torch.Tensor,
     table: torch.Tensor,
     *,
+    num_warps: int,
+    experts_per_program: int,
     pdl: bool,
 ) -> None:
     """Launch the plan of ``topk_ids`` (T, K) into ``order`` (T * K,) and ``table`` (3, `max_blocks`), both int32."""
     pairs = topk_ids.numel()
-    block_p = min(4096, max(16, triton.next_power_of_2(pairs)))
-    per_program = 1 if pairs <= 4096 else max(1, experts // 128)
-    _plan_kernel[(triton.cdiv(experts, per_program),)](
+    extra = {"launch_pdl": True} if pdl else {}
+    _plan_kernel[(triton.cdiv(experts, experts_per_program),)](
         topk_ids,
         topk_ids if expert_map is None else expert_map,
         order,
@@ -105,11 +106,11 @@ def build_plan(
         experts,
         table.shape[1],
         BLOCK_M=block_m,
-        BLOCK_P=block_p,
+        BLOCK_P=min(4096, max(16, triton.next_power_of_2(pairs))),
         BLOCK_E=triton.next_power_of_2(experts + 1),
-        EXPERTS_PER_PROGRAM=per_program,
+        EXPERTS_PER_PROGRAM=experts_per_program,
         HAS_MAP=expert_map is not None,
         PDL=pdl,
-        num_warps=4 if block_p <= 1024 else 8,
-        launch_pdl=pdl,
+        num_warps=num_warps,
+        **extra,
     )
