@@ -110,6 +110,10 @@ def grid() -> Iterator[Case]:
     for model, tp in (("beam-1.0", 8), ("qwen3-30b-a3b", 1)):
         for layout in HEADLINE:
             yield Case(model, tp, "bf16", layout, "uniform", PREFILL)
+
+
+def mxfp8_grid() -> Iterator[Case]:
+    """The headline layouts on an MXFP8 base."""
     for tokens in TOKENS:
         for layout in HEADLINE:
             yield Case("beam-1.0", 8, "mxfp8", layout, "uniform", tokens)
@@ -401,6 +405,12 @@ def in_order(cases: list[Case]) -> list[Case]:
     )
 
 
+def vllm_missing() -> str | None:
+    import peers
+
+    return peers.vllm_missing()
+
+
 def vllm_layers(layers: Layers, max_tokens: int) -> list:
     import peers
 
@@ -505,7 +515,7 @@ def compile_case(case: Case, peer: bool, configs: Sequence[MoEConfig | None] = (
         _compiled.clear()
         torch.cuda.empty_cache()
         layers = Layers(case, harness.device(), torch.bfloat16, max(PREFILL, case.tokens), timed=False)
-        _compiled[case.group] = layers, vllm_layers(layers, PREFILL) if peer else []
+        _compiled[case.group] = layers, vllm_layers(layers, PREFILL) if peer and not vllm_missing() else []
     layers, peers = _compiled[case.group]
     failed = ""
     bound = bind(case, layers, peers, reference=False)
@@ -520,10 +530,17 @@ def compile_case(case: Case, peer: bool, configs: Sequence[MoEConfig | None] = (
 
 
 def compile_ahead(cases: list[Case], jobs: int, peer: bool) -> None:
+    """Run every case once in other processes; what fails there fails again, with its reason, when it is timed."""
     with harness.compile_pool(jobs) as pool:
-        for failed in pool.map(compile_case, cases, [peer] * len(cases)):
-            if failed:
-                print(failed, file=sys.stderr)
+        futures = [pool.submit(compile_case, case, peer) for case in cases]
+        if peer:
+            vllm_missing()  # import vLLM here while the others compile
+        for future in futures:
+            try:
+                if failed := future.result():
+                    print(failed, file=sys.stderr)
+            except Exception as failure:  # a worker that died: its kernels compile later, one by one
+                print(f"compiling ahead: {type(failure).__name__}: {failure}", file=sys.stderr)
 
 
 def small_cases() -> list[Case]:
@@ -573,6 +590,7 @@ def main(
     quick: bool = typer.Option(False, help="Beam at TP 8 only: no adapter, per-expert and shared-outer of rank 32."),
     only: str = typer.Option("", help="Comma-separated prefixes of cases: model/tp/base/layout/routing/tokens."),
     tokens: str = typer.Option("", help="Comma-separated token counts to keep."),
+    mxfp8: bool = typer.Option(False, help="The MXFP8 base too."),
     layouts: str = typer.Option("", help=f"Comma-separated layouts to keep: {', '.join(LAYOUTS)}."),
     sections: str = typer.Option("grid", help="Comma-separated: grid, launches."),
     peer: bool = typer.Option(True, help="Time vLLM's kernels beside ours where vLLM is installed."),
@@ -584,12 +602,7 @@ def main(
 ) -> None:
     if not torch.cuda.is_available():
         raise typer.Exit(run_interpreter())
-    import peers
-
-    if peer and (reason := peers.vllm_missing()):
-        peer = False
-        print(f"no peer: {reason}")
-    cases = list(grid())
+    cases = [*grid(), *(mxfp8_grid() if mxfp8 else ())]
     if quick:
         cases = [c for c in cases if c.group == "beam-1.0/tp8/bf16" and c.layout in HEADLINE and c.routing == "uniform"]
     if only:
@@ -602,6 +615,9 @@ def main(
         raise typer.BadParameter("no case of the grid is left")
     if jobs and len(cases) > 4:
         compile_ahead(in_order(cases), jobs, peer)
+    if peer and (reason := vllm_missing()):
+        peer = False
+        print(f"no peer: {reason}")
     failures: list[str] = []
     if "grid" in sections.split(","):
         print(harness.fingerprint(), harness.ceilings(), flush=True)

@@ -5,6 +5,7 @@ an MXFP8 base, with a ``MoELoRAContext`` over a ``PunicaWrapperGPU``) and times 
 shared with our call: dense weights and LoRA factors have one layout in both; an MXFP8 base is repacked for Marlin.
 """
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -19,6 +20,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+@functools.cache
 def vllm_missing() -> str | None:
     """Why vLLM's kernels cannot be called here, or None when they can."""
     if importlib.util.find_spec("vllm") is None:
