@@ -72,3 +72,13 @@ def ranks(fake_hopper, tmp_path_factory):
         return results
 
     return run
+
+
+@pytest.fixture(scope="session")
+def harness(fake_hopper, tmp_path_factory):
+    """The functions of ``ranks.py`` in this process, its one-rank groups made."""
+    spec = importlib.util.spec_from_file_location("beam_vllm_harness", HERE / "ranks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.init_ranks(1, 1, 0, tmp_path_factory.mktemp("rendezvous") / "file")
+    return module
