@@ -1,0 +1,663 @@
+"""The router of a sparse MoE: logits in true fp32, grouped sigmoid or softmax scores, exact top-k.
+
+    logits[t, e] = sum_h x[t, h] * gate_weight[e, h]
+    score        = sigmoid(logits), or softmax over all experts
+    choice       = score + bias                                    (the bias only steers the choice)
+    groups       = the topk_group best of n_group runs of experts; a group's score is the sum of its two best choices
+                   where there is a bias, else its best one
+    ids[t]       = the top_k best choices of those groups, best first; equal ones by lowest id, groups too
+    weights[t]   = score[ids[t]], divided by (their sum + 1e-20) if renormalised
+
+Tensor cores multiply bf16, yet no bit of the weights is dropped: each fp32 weight is cut into three bf16 pieces of 8
+bits, whose products with a bf16 activation are exact, and all of them are summed in fp32 (fp16 activations have two
+pieces, fp32 three). The order of that sum depends on E and H alone: a row's logits are the same bits at every token
+count and whatever rows share its batch, so that prefill, decode and a trainer's recomputation choose alike.
+
+Non-finite input: a NaN or infinity in ``x`` or ``gate_weight`` makes the logits it meets NaN. A NaN choice ranks as
+minus infinity; ids stay distinct and in range, and a NaN weight is handed on. A choice of minus infinity comes last
+within the chosen groups; an expert of another group is never chosen.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.interpreter import InterpretedFunction
+
+from beam_moe.kernels import tuning
+
+OP = "router"
+MAX_EXPERTS = 1024
+MAX_TOP_K = 16
+PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # bf16 pieces that hold every bit of a value
+SCORING = ("sigmoid", "softmax")
+EPS = 1e-20
+
+_BLOCK_E = 16  # the short side of the matrix instruction; 64 would select another instruction and another order of sums
+_BLOCK_K = 64
+_TARGET_PROGRAMS = 128
+_COUNTERS = 4096  # int32 of one stream: the arrivals of every block of one fused launch
+
+
+@triton.jit
+def _pieces(v, COUNT: tl.constexpr, MMA: tl.constexpr):
+    """``v`` as a sum of three bf16 values of falling size, exact; the last ones are zero where COUNT is below three."""
+    if COUNT == 1:
+        zero = tl.zeros_like(v)
+        return v.to(MMA), zero.to(MMA), zero.to(MMA)
+    v = v.to(tl.float32)
+    # cut, not rounded: each piece is then exactly a bf16, whatever the rounding of the cast
+    first = (v.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    rest = v - first
+    second = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return first.to(MMA), second.to(MMA), (rest - second).to(MMA)
+
+
+@triton.jit
+def _logits_share(
+    x_ptr, w_ptr, e, mask_e, t, mask_t, k_first, k_last, H, stride_xt, stride_we,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_PIECES: tl.constexpr, W_PIECES: tl.constexpr, EVEN_K: tl.constexpr, MMA: tl.constexpr,
+):  # fmt: skip
+    """fp32 (BLOCK_E, BLOCK_T): the sum over k_first..k_last of weight times activation."""
+    k = k_first + tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + e.to(tl.int64)[:, None] * stride_we + k[None, :]
+    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_xt + k[None, :]
+    # the small products have a sum of their own: the tensor core truncates each addition to the size of what is there
+    large = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    small = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    for start in range(k_first, k_last, BLOCK_K):
+        if EVEN_K:
+            w = tl.load(w_ptrs, mask=mask_e[:, None], other=0.0)
+            x = tl.load(x_ptrs, mask=mask_t[:, None], other=0.0)
+        else:
+            mask_k = start + tl.arange(0, BLOCK_K) < H
+            w = tl.load(w_ptrs, mask=mask_e[:, None] & mask_k[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
+        w0, w1, w2 = _pieces(w, W_PIECES, MMA)
+        x0, x1, x2 = _pieces(tl.trans(x), X_PIECES, MMA)
+        if W_PIECES == 3 and X_PIECES == 3:
+            small = tl.dot(w2, x2, small, input_precision="ieee")
+        if W_PIECES == 3 and X_PIECES >= 2:
+            small = tl.dot(w2, x1, small, input_precision="ieee")
+        if W_PIECES >= 2 and X_PIECES == 3:
+            small = tl.dot(w1, x2, small, input_precision="ieee")
+        if W_PIECES >= 2 and X_PIECES >= 2:
+            small = tl.dot(w1, x1, small, input_precision="ieee")
+        if W_PIECES == 3:
+            small = tl.dot(w2, x0, small, input_precision="ieee")
+        if X_PIECES == 3:
+            small = tl.dot(w0, x2, small, input_precision="ieee")
+        if W_PIECES >= 2:
+            small = tl.dot(w1, x0, small, input_precision="ieee")
+        if X_PIECES >= 2:
+            small = tl.dot(w0, x1, small, input_precision="ieee")
+        large = tl.dot(w0, x0, large, input_precision="ieee")
+        w_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+    return large + small
+
+
+@triton.jit
+def _exp(x, LIBDEVICE: tl.constexpr):
+    """Within one unit in the last place, as the host's and torch's; the hardware's own is not monotone."""
+    if LIBDEVICE:
+        return libdevice.exp(x)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def _score(logits, row_max, row_sum, SOFTMAX: tl.constexpr, LIBDEVICE: tl.constexpr):
+    if SOFTMAX:
+        return tl.div_rn(_exp(logits - row_max, LIBDEVICE), row_sum)
+    else:
+        return tl.div_rn(tl.zeros_like(logits) + 1.0, 1.0 + _exp(-logits, LIBDEVICE))
+
+
+@triton.jit
+def _order_key(v, index, COUNT: tl.constexpr):
+    """int64 that sorts as ``v`` does, and among equal values by falling index; NaN sorts as minus infinity."""
+    v = tl.where(v == v, v, -float("inf"))
+    v = tl.where(v == 0.0, 0.0, v)  # -0.0 equals 0.0
+    bits = v.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (COUNT - 1 - index).to(tl.int64)
+
+
+@triton.jit
+def _choose(
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, mask_row, E, stride_lt,
+    TOP_K: tl.constexpr, N_GROUP: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, EPS: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS_P2: tl.constexpr, GROUP_P2: tl.constexpr, TOP_K_P2: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
+):  # fmt: skip
+    """Score, choose and write ROWS rows of logits. Slot ``g * GROUP_P2 + j`` of a row is expert ``g * GROUP + j``."""
+    SLOTS: tl.constexpr = GROUPS_P2 * GROUP_P2
+    NEVER: tl.constexpr = -(2**63)
+    group = tl.arange(0, GROUPS_P2)
+    within = tl.arange(0, GROUP_P2)
+    expert = group[:, None] * GROUP + within[None, :]  # (GROUPS_P2, GROUP_P2)
+    real = (group[:, None] < N_GROUP) & (within[None, :] < GROUP)
+    logits_row = logits_ptr + row.to(tl.int64) * stride_lt
+    # .cg: another program of the same launch may have written them
+    logits = tl.load(
+        logits_row[:, None, None] + expert[None, :, :], mask=mask_row[:, None, None] & real[None, :, :],
+        other=-float("inf"), cache_modifier=".cg",
+    ).to(tl.float32)  # fmt: skip
+    row_max = tl.zeros((ROWS,), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32) + 1.0
+    if SOFTMAX:
+        row_max = tl.max(tl.max(logits, 2), 1)
+        row_max = tl.where(row_max > -float("inf"), row_max, 0.0)
+        powers = tl.where(real[None, :, :], _exp(logits - row_max[:, None, None], LIBDEVICE), 0.0)
+        row_sum = tl.sum(tl.sum(powers, 2), 1)
+    choice = _score(logits, row_max[:, None, None], row_sum[:, None, None], SOFTMAX, LIBDEVICE)
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + expert, mask=real, other=0.0)[None, :, :]
+    slot = group[:, None] * GROUP_P2 + within[None, :]
+    key = tl.where(real[None, :, :], _order_key(choice, slot[None, :, :], SLOTS), NEVER)
+
+    if TOPK_GROUP < N_GROUP:
+        best = tl.max(key, 2)  # (ROWS, GROUPS_P2)
+        sortable = tl.where(choice == choice, choice, -float("inf"))
+        total = tl.max(tl.where(real[None, :, :], sortable, -float("inf")), 2)
+        if HAS_BIAS and GROUP > 1:
+            others = real[None, :, :] & (key != best[:, :, None])
+            total += tl.max(tl.where(others, sortable, -float("inf")), 2)
+        group_key = tl.where((group < N_GROUP)[None, :], _order_key(total, group[None, :], GROUPS_P2), NEVER)
+        kept = tl.zeros((ROWS, GROUPS_P2), tl.int32)
+        for _ in tl.static_range(TOPK_GROUP):
+            is_best = group_key == tl.max(group_key, 1)[:, None]
+            kept = tl.where(is_best, 1, kept)
+            group_key = tl.where(is_best, NEVER, group_key)
+        key = tl.where(kept[:, :, None] != 0, key, NEVER)
+
+    key = tl.reshape(key, (ROWS, SLOTS))
+    k = tl.arange(0, TOP_K_P2)
+    ids = tl.zeros((ROWS, TOP_K_P2), tl.int32)
+    for i in tl.static_range(TOP_K):
+        best_key = tl.max(key, 1)
+        key = tl.where(key == best_key[:, None], NEVER, key)
+        best_slot = SLOTS - 1 - (best_key & 0xFFFFFFFF).to(tl.int32)
+        best_expert = (best_slot // GROUP_P2) * GROUP + best_slot % GROUP_P2
+        ids = tl.where((k == i)[None, :], best_expert[:, None], ids)
+
+    mask = mask_row[:, None] & (k < TOP_K)[None, :]
+    chosen = tl.load(logits_row[:, None] + ids, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    weights = _score(chosen, row_max[:, None], row_sum[:, None], SOFTMAX, LIBDEVICE)
+    if RENORMALIZE:
+        total_weight = tl.sum(tl.where(k[None, :] < TOP_K, weights, 0.0), 1) + EPS
+        weights = tl.div_rn(weights, tl.broadcast_to(total_weight[:, None], (ROWS, TOP_K_P2)))
+    out = row.to(tl.int64)[:, None] * TOP_K + k[None, :]
+    tl.store(weights_ptr + out, weights, mask=mask)
+    tl.store(ids_ptr + out, ids, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _logits_kernel(
+    x_ptr,  # (T, H)
+    w_ptr,  # (E, H)
+    bias_ptr,  # (E,)
+    partial_ptr,  # (SPLITS, T, E)
+    logits_ptr,  # (T, E)
+    weights_ptr,  # (T, TOP_K)
+    ids_ptr,  # (T, TOP_K)
+    counter_ptr,  # (token blocks, expert blocks + 1), zero before and after
+    T,
+    H,
+    E,
+    stride_xt,
+    stride_we,
+    SPLITS: tl.constexpr,
+    SHARE: tl.constexpr,  # of H, a multiple of BLOCK_K
+    SPLIT_GRID: tl.constexpr,  # the shares are programs of their own; their last one adds them up
+    FUSED: tl.constexpr,  # the last program of a token block chooses the experts
+    X_PIECES: tl.constexpr,
+    W_PIECES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS_P2: tl.constexpr,
+    GROUP_P2: tl.constexpr,
+    TOP_K_P2: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    MMA: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (expert blocks, token blocks, SPLITS or 1)."""
+    if PDL:
+        gdc_launch_dependents()  # the next launch waits for this one's end before it reads anything
+    block_e = tl.program_id(0)
+    block_t = tl.program_id(1)
+    blocks_e = tl.num_programs(0)
+    e = block_e * BLOCK_E + tl.arange(0, BLOCK_E)
+    t = block_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask_e = e < E
+    mask_t = t < T
+    mask = mask_e[:, None] & mask_t[None, :]
+    offs = t.to(tl.int64)[None, :] * E + e[:, None]
+
+    if SPLIT_GRID:
+        split = tl.program_id(2)
+        plane = tl.cast(T, tl.int64) * E
+        first = split * SHARE
+        part = _logits_share(
+            x_ptr, w_ptr, e, mask_e, t, mask_t, first, tl.minimum(first + SHARE, H), H, stride_xt, stride_we,
+            BLOCK_E, BLOCK_T, BLOCK_K, X_PIECES, W_PIECES, EVEN_K, MMA,
+        )  # fmt: skip
+        tl.store(partial_ptr + split * plane + offs, part, mask=mask)
+        counter = counter_ptr + block_t * (blocks_e + 1) + block_e
+        tl.debug_barrier()  # every thread's stores come before the release of the one that counts
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            tl.store(counter, 0)
+            # the planes in their order, whoever came last
+            total = tl.load(partial_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
+            for s in tl.static_range(1, SPLITS):
+                total += tl.load(partial_ptr + s * plane + offs, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(logits_ptr + offs, total, mask=mask)
+    else:
+        last = block_e >= 0
+        total = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+        for s in range(SPLITS):
+            part = _logits_share(
+                x_ptr, w_ptr, e, mask_e, t, mask_t, s * SHARE, tl.minimum(s * SHARE + SHARE, H), H,
+                stride_xt, stride_we,
+                BLOCK_E, BLOCK_T, BLOCK_K, X_PIECES, W_PIECES, EVEN_K, MMA,
+            )  # fmt: skip
+            total = tl.where(s == 0, part, total + part)
+        tl.store(logits_ptr + offs, total, mask=mask)
+
+    if FUSED:
+        if last:
+            arrivals = counter_ptr + block_t * (blocks_e + 1) + blocks_e
+            tl.debug_barrier()
+            if tl.atomic_add(arrivals, 1, sem="acq_rel") == blocks_e - 1:
+                tl.store(arrivals, 0)
+                for start in range(0, BLOCK_T, ROWS):
+                    row = block_t * BLOCK_T + start + tl.arange(0, ROWS)
+                    _choose(
+                        logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E, E,
+                        TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
+                        ROWS, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
+                    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def _route_kernel(
+    logits_ptr,  # (T, E)
+    bias_ptr,  # (E,)
+    weights_ptr,  # (T, TOP_K)
+    ids_ptr,  # (T, TOP_K)
+    T,
+    E,
+    stride_lt,
+    TOP_K: tl.constexpr,
+    N_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS_P2: tl.constexpr,
+    GROUP_P2: tl.constexpr,
+    TOP_K_P2: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
+    PDL: tl.constexpr,  # started while the logits are still being made
+):
+    """Grid (cdiv(T, ROWS),)."""
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    _choose(
+        logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E, stride_lt,
+        TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
+        ROWS, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
+    )  # fmt: skip
+
+
+_INTERPRETED = isinstance(_route_kernel, InterpretedFunction)
+
+
+def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring) -> tuple[int, int]:
+    """Validated (n_group, topk_group); without groups (1, 1)."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"{op}: the number of experts must be within 1..{MAX_EXPERTS}, got {experts}")
+    if dtype not in PIECES:
+        raise ValueError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
+    if scoring not in SCORING:
+        raise ValueError(f"{op}: scoring must be one of {', '.join(SCORING)}, got {scoring!r}")
+    if (n_group is None) != (topk_group is None):
+        raise ValueError(f"{op}: n_group and topk_group go together, got {n_group} and {topk_group}")
+    n_group, topk_group = n_group or 1, topk_group or 1
+    if n_group < 1 or experts % n_group:
+        raise ValueError(f"{op}: n_group must divide the {experts} experts, got {n_group}")
+    if not 1 <= topk_group <= n_group:
+        raise ValueError(f"{op}: topk_group must be within 1..n_group = {n_group}, got {topk_group}")
+    if not 1 <= top_k <= min(MAX_TOP_K, experts):
+        raise ValueError(f"{op}: top_k must be within 1..{min(MAX_TOP_K, experts)}, got {top_k}")
+    if top_k > topk_group * (experts // n_group):
+        raise ValueError(
+            f"{op}: top_k must not exceed the {topk_group} x {experts // n_group} experts of the chosen groups, "
+            f"got {top_k}"
+        )
+    if bias is not None:
+        if bias.shape != (experts,) or bias.dtype != torch.float32 or bias.stride(0) != 1:
+            raise ValueError(
+                f"{op}: bias must be contiguous float32 of shape ({experts},), "
+                f"got {bias.dtype} {tuple(bias.shape)} with strides {bias.stride()}"
+            )
+    return n_group, topk_group
+
+
+def _check_matrix(op: str, name: str, t: torch.Tensor) -> None:
+    if not (t.is_cuda or _INTERPRETED):
+        raise ValueError(f"{op}: {name} must be on a GPU (or set TRITON_INTERPRET=1), got {t.device}")
+    if t.dim() != 2:
+        raise ValueError(f"{op}: {name} must have 2 dimensions, got shape {tuple(t.shape)}")
+    if t.shape[1] > 1 and t.stride(1) != 1:
+        raise ValueError(f"{op}: {name} must have innermost stride 1, got strides {t.stride()}")
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: {name} requires grad, but there is no backward here; call it under torch.no_grad()")
+
+
+def _check_device(op: str, like: torch.Tensor, **others: torch.Tensor | None) -> None:
+    for name, t in others.items():
+        if t is not None and t.device != like.device:
+            raise ValueError(f"{op}: {name} must be on {like.device}, got {t.device}")
+
+
+def _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize, rows) -> dict:
+    group = experts // n_group
+    return {
+        "TOP_K": top_k,
+        "N_GROUP": n_group,
+        "GROUP": group,
+        "TOPK_GROUP": topk_group,
+        "HAS_BIAS": bias is not None,
+        "SOFTMAX": scoring == "softmax",
+        "RENORMALIZE": renormalize,
+        "EPS": EPS,
+        "ROWS": rows,
+        "GROUPS_P2": triton.next_power_of_2(n_group),
+        "GROUP_P2": triton.next_power_of_2(group),
+        "TOP_K_P2": triton.next_power_of_2(top_k),
+        "LIBDEVICE": not _INTERPRETED,
+    }
+
+
+@functools.cache
+def shares(experts: int, hidden: int) -> tuple[int, int]:
+    """How the sum over H is cut: (number of shares, length of one). From the shape alone, for it orders the sum."""
+    blocks = triton.cdiv(experts, _BLOCK_E)
+    steps = max(triton.cdiv(hidden, _BLOCK_K), 1)
+    count = max(1, min(16, _TARGET_PROGRAMS // blocks, steps))
+    share = triton.cdiv(steps, count)
+    return triton.cdiv(steps, share), share * _BLOCK_K
+
+
+def _heuristic(tokens: int) -> dict:
+    """Launch parameters without a table; none of them changes a bit of the result."""
+    if tokens <= 64:
+        return {"block_t": 16, "fused": tokens <= 32, "split_grid": True, "warps": 4, "stages": 6}
+    if tokens <= 512:
+        return {"block_t": 64, "fused": False, "split_grid": True, "warps": 4, "stages": 4}
+    return {"block_t": 64, "fused": False, "split_grid": False, "warps": 4, "stages": 3}
+
+
+class _Counters:
+    """Arrival counters of the fused launch: zeroed once, left zero by every launch, one set for each stream.
+
+    Graphs captured on one stream share a set: like everything that shares a workspace, replay them one after another.
+    A capture cannot zero memory once and for all, so sets for streams first met in a capture are made in advance.
+    """
+
+    SPARE = 8
+
+    def __init__(self):
+        self.sets: dict[tuple, torch.Tensor] = {}
+        self.spare: dict[torch.device, list[torch.Tensor]] = {}
+
+    def get(self, device: torch.device) -> torch.Tensor | None:
+        """This stream's set, or None where the first call on a device is being captured."""
+        cuda = device.type == "cuda"
+        key = (device, torch.cuda.current_stream(device).cuda_stream if cuda else 0)
+        if key in self.sets:
+            return self.sets[key]
+        spare = self.spare.setdefault(device, [])
+        if cuda and torch.cuda.is_current_stream_capturing():
+            if not spare:
+                return None
+        elif len(spare) < 2:
+            spare.extend(torch.zeros((self.SPARE, _COUNTERS), dtype=torch.int32, device=device).unbind())
+            if cuda:
+                torch.cuda.current_stream(device).synchronize()  # once a process: other streams will use these too
+        self.sets[key] = spare.pop()
+        return self.sets[key]
+
+
+_counters = _Counters()
+
+
+@functools.cache
+def _supports_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _launch_route(logits, bias, top_k, n_group, topk_group, scoring, renormalize, weights, ids, pdl=False) -> None:
+    tokens, experts = logits.shape
+    slots = triton.next_power_of_2(n_group) * triton.next_power_of_2(experts // n_group)
+    rows = 1 if tokens <= 1024 else max(1, min(8, 1024 // slots))
+    _route_kernel[(triton.cdiv(tokens, rows),)](
+        logits, bias, weights, ids, tokens, experts, logits.stride(0),
+        **_choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize, rows),
+        PDL=pdl, num_warps=1 if slots <= 256 else 4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+
+
+def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, renormalize):
+    """(topk_weights, topk_ids, logits) of checked arguments."""
+    tokens, hidden = x.shape
+    experts = gate_weight.shape[0]
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=x.device)
+    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=x.device)
+    logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
+    if tokens == 0:
+        return weights, ids, logits
+    config = tuning.lookup(x.device, OP, tokens, experts=experts, hidden=hidden) or _heuristic(tokens)
+    block_t, fused, split_grid = config["block_t"], config["fused"], config["split_grid"]
+    splits, share = shares(experts, hidden)
+    blocks_e, blocks_t = triton.cdiv(experts, _BLOCK_E), triton.cdiv(tokens, block_t)
+    split_grid = split_grid and splits > 1
+    counters = None
+    if split_grid or fused:
+        counters = _counters.get(x.device) if blocks_t * (blocks_e + 1) <= _COUNTERS else None
+        if counters is None:
+            split_grid = fused = False
+    partial = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device) if split_grid else logits
+    slots = triton.next_power_of_2(n_group) * triton.next_power_of_2(experts // n_group)
+    rows = max(1, min(block_t, 4096 // slots))
+    pdl = _supports_pdl(x.device)
+    with torch.cuda.device_of(x):
+        _logits_kernel[(blocks_e, blocks_t, splits if split_grid else 1)](
+            x, gate_weight, bias, partial, logits, weights, ids, counters,
+            tokens, hidden, experts, x.stride(0), gate_weight.stride(0),
+            SPLITS=splits, SHARE=share, SPLIT_GRID=split_grid, FUSED=fused,
+            X_PIECES=PIECES[x.dtype], W_PIECES=PIECES[gate_weight.dtype],
+            **_choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize, rows),
+            BLOCK_E=_BLOCK_E, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, EVEN_K=hidden % _BLOCK_K == 0,
+            MMA=tl.float32 if _INTERPRETED else tl.bfloat16,  # the interpreter multiplies the bit patterns of bf16
+            PDL=pdl and not fused, num_warps=config["warps"], num_stages=config["stages"],
+        )  # fmt: skip
+        if not fused:
+            _launch_route(logits, bias, top_k, n_group, topk_group, scoring, renormalize, weights, ids, pdl)
+    return weights, ids, logits
+
+
+@torch.library.custom_op("beam_moe::grouped_topk", mutates_args=())
+def _grouped_topk_op(
+    x: torch.Tensor, gate_weight: torch.Tensor, bias: torch.Tensor | None,
+    top_k: int, n_group: int, topk_group: int, scoring: str, renormalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, renormalize)
+
+
+@_grouped_topk_op.register_fake
+def _(x, gate_weight, bias, top_k, n_group, topk_group, scoring, renormalize):
+    tokens, experts = x.shape[0], gate_weight.shape[0]
+    return (
+        x.new_empty((tokens, top_k), dtype=torch.float32),
+        x.new_empty((tokens, top_k), dtype=torch.int32),
+        x.new_empty((tokens, experts), dtype=torch.float32),
+    )
+
+
+def _route(logits, bias, top_k, n_group, topk_group, scoring, renormalize):
+    tokens = logits.shape[0]
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    if tokens:
+        with torch.cuda.device_of(logits):
+            _launch_route(logits, bias, top_k, n_group, topk_group, scoring, renormalize, weights, ids)
+    return weights, ids
+
+
+@torch.library.custom_op("beam_moe::route", mutates_args=())
+def _route_op(
+    logits: torch.Tensor, bias: torch.Tensor | None,
+    top_k: int, n_group: int, topk_group: int, scoring: str, renormalize: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _route(logits, bias, top_k, n_group, topk_group, scoring, renormalize)
+
+
+@_route_op.register_fake
+def _(logits, bias, top_k, n_group, topk_group, scoring, renormalize):
+    tokens = logits.shape[0]
+    return logits.new_empty((tokens, top_k), dtype=torch.float32), logits.new_empty((tokens, top_k), dtype=torch.int32)
+
+
+def grouped_topk(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    top_k: int,
+    n_group: int | None = None,
+    topk_group: int | None = None,
+    scoring: str = "sigmoid",
+    renormalize: bool = True,
+    return_logits: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Router of one layer: logits in fp32, scores, and the experts of each token. See the head of this file.
+
+    One launch at decode (the last program to finish the logits of a block of tokens chooses their experts), two beyond.
+    Nothing is copied, and nothing allocated but results and partial sums. The first call on a device should not be
+    inside a graph capture: it would work, in two launches.
+
+    Args:
+        x: ``(T, H)`` bf16, fp16 or fp32, innermost stride 1; T may be 0.
+        gate_weight: ``(E, H)`` fp32, bf16 or fp16, innermost stride 1; E up to 1024.
+        bias: ``(E,)`` fp32, added to the scores for the choice only (``e_score_correction_bias``).
+        top_k: experts of a token, up to 16.
+        n_group, topk_group: the experts form ``n_group`` equal runs, of which the ``topk_group`` best are eligible.
+        scoring: ``sigmoid`` or ``softmax``.
+        renormalize: divide the weights by their sum + 1e-20.
+        return_logits: also return the logits.
+
+    Returns:
+        ``topk_weights`` fp32 ``(T, top_k)``, ``topk_ids`` int32 ``(T, top_k)``, and with ``return_logits`` the
+        ``logits`` fp32 ``(T, E)``.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or argument that does not fit, or an input that requires grad.
+    """
+    _check_matrix("grouped_topk", "x", x)
+    _check_matrix("grouped_topk", "gate_weight", gate_weight)
+    _check_device("grouped_topk", x, gate_weight=gate_weight, bias=bias)
+    if gate_weight.shape[1] != x.shape[1] or x.shape[1] == 0:
+        raise ValueError(
+            f"grouped_topk: gate_weight must be (E, H) with x's H = {x.shape[1]} > 0, got {tuple(gate_weight.shape)}"
+        )
+    if x.dtype not in PIECES:
+        raise ValueError(f"grouped_topk: x must be bfloat16, float16 or float32, got {x.dtype}")
+    n_group, topk_group = _check(
+        "grouped_topk", gate_weight.shape[0], gate_weight.dtype, bias, top_k, n_group, topk_group, scoring
+    )
+    run = _grouped_topk_op if torch.compiler.is_compiling() else _grouped_topk
+    weights, ids, logits = run(x, gate_weight, bias, top_k, n_group, topk_group, scoring, renormalize)
+    return (weights, ids, logits) if return_logits else (weights, ids)
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    top_k: int,
+    n_group: int | None = None,
+    topk_group: int | None = None,
+    scoring: str = "sigmoid",
+    renormalize: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choice of `grouped_topk` from given logits ``(T, E)`` (fp32, bf16 or fp16), in one launch.
+
+    Arguments, results and errors are those of `grouped_topk`.
+    """
+    _check_matrix("route", "logits", logits)
+    _check_device("route", logits, bias=bias)
+    n_group, topk_group = _check("route", logits.shape[1], logits.dtype, bias, top_k, n_group, topk_group, scoring)
+    run = _route_op if torch.compiler.is_compiling() else _route
+    return run(logits, bias, top_k, n_group, topk_group, scoring, renormalize)
+
+
+def route_reference(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    top_k: int,
+    n_group: int | None = None,
+    topk_group: int | None = None,
+    scoring: str = "sigmoid",
+    renormalize: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route`, a row at a time in torch."""
+    experts = logits.shape[1]
+    groups, keep = n_group or 1, topk_group or 1
+    size = experts // groups
+    weights = torch.zeros((len(logits), top_k), dtype=torch.float32)
+    ids = torch.zeros((len(logits), top_k), dtype=torch.int32)
+    for row, row_logits in enumerate(logits.float().cpu()):
+        score = row_logits.sigmoid() if scoring == "sigmoid" else row_logits.softmax(0)
+        choice = score if bias is None else score + bias.cpu()
+        choice = choice.nan_to_num(nan=-float("inf"), posinf=float("inf"), neginf=-float("inf"))
+        best_two = choice.view(groups, size).sort(1, descending=True).values[:, : 1 if bias is None else 2]
+        kept = best_two.sum(1).argsort(descending=True, stable=True)[:keep]
+        eligible = torch.cat([torch.arange(g * size, (g + 1) * size) for g in sorted(kept.tolist())])
+        chosen = eligible[choice[eligible].argsort(descending=True, stable=True)[:top_k]]
+        ids[row] = chosen
+        weights[row] = score[chosen]
+        if renormalize:
+            weights[row] /= weights[row].sum() + EPS
+    return weights.to(logits.device), ids.to(logits.device)
+
+
+def grouped_topk_reference(x: torch.Tensor, gate_weight: torch.Tensor, bias: torch.Tensor | None = None, **options):
+    """`grouped_topk` with logits in fp64, rounded once: (topk_weights, topk_ids, logits)."""
+    logits = (x.double() @ gate_weight.double().T).float()
+    return *route_reference(logits, bias, **options), logits

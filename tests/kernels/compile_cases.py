@@ -1,0 +1,175 @@
+"""Compiles the kernels that public calls launch, for a GPU that need not be there, and prints one JSON line a kernel.
+
+    python tests/kernels/compile_cases.py 90 router moe_lora      # architecture, groups of cases (none: all)
+
+The calls below run as they are, on tensors that live on the host but say they are on an H200: every launch is compiled
+with the very signature, specialisation, constants and options that it would have there, and nothing is executed. To
+cover a kernel, add a call to the group of its file.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import pkgutil
+import sys
+import time
+from types import SimpleNamespace
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+CUDA = torch.device("cuda", 0)
+NAMES = {90: "NVIDIA H200", 100: "NVIDIA B200"}
+
+
+class OnCuda(torch.Tensor):
+    """A host tensor that says it is on the GPU."""
+
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+
+
+def _host(value):
+    if isinstance(value, torch.device | str) and str(value).startswith("cuda"):
+        return torch.device("cpu")
+    return value
+
+
+class CudaOnHost(TorchFunctionMode):
+    """Makes on the host what a call asks for on the GPU, and keeps what comes of it marked."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        asked = "device" in kwargs and str(kwargs["device"]).startswith("cuda")
+        moved = func is torch.Tensor.cuda or any(
+            isinstance(a, torch.device | str) and str(a).startswith("cuda") for a in args[1:]
+        )
+        kwargs = {k: _host(v) for k, v in kwargs.items()}
+        if func is torch.Tensor.cuda:
+            return args[0].as_subclass(OnCuda)
+        out = func(*map(_host, args), **kwargs)
+        return out.as_subclass(OnCuda) if (asked or moved) and isinstance(out, torch.Tensor) else out
+
+
+class Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return CUDA
+
+
+@contextlib.contextmanager
+def pretend(arch: int):
+    """Inside, torch describes the GPU of ``arch`` and a launch only compiles; yields the list of what was compiled."""
+    compiled = []
+    run = JITFunction.run
+    properties = SimpleNamespace(
+        name=NAMES[arch], major=arch // 10, minor=arch % 10, multi_processor_count=132, L2_cache_size=60 << 20,
+        total_memory=140 << 30, shared_memory_per_block_optin=232448, warp_size=32,
+    )  # fmt: skip
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        start = time.time()
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append((f"{self.__module__}.{self.__name__}", kernel, time.time() - start))
+        return kernel
+
+    fakes = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_name": lambda device=None: NAMES[arch],
+        "get_device_capability": lambda device=None: (arch // 10, arch % 10),
+        "get_device_properties": lambda device=None: properties,
+        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0, synchronize=lambda: None),
+        "is_current_stream_capturing": lambda: False,
+    }
+    before = {name: getattr(torch.cuda, name) for name in fakes}
+    triton.runtime.driver.set_active(Driver(arch))
+    JITFunction.run = compile_only
+    for name, fake in fakes.items():
+        setattr(torch.cuda, name, fake)
+    try:
+        with CudaOnHost(), torch.no_grad():
+            yield compiled
+    finally:
+        JITFunction.run = run
+        for name, real in before.items():
+            setattr(torch.cuda, name, real)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=CUDA)
+
+
+def router():
+    from beam_moe.kernels import router as module
+
+    f32 = torch.float32
+    beam = {"top_k": 8, "n_group": 8, "topk_group": 4}
+    weight, bias = empty(256, 5120, dtype=f32), empty(256, dtype=f32)
+    for tokens in (1, 64, 4096):
+        module.grouped_topk(empty(tokens, 5120), weight, bias, **beam)
+    module.grouped_topk(empty(3, 200, dtype=torch.float16), empty(60, 200), top_k=4, scoring="softmax")
+    module.grouped_topk(empty(3, 2048, dtype=f32), empty(1000, 2048, dtype=f32), top_k=16, n_group=8, topk_group=3)
+    module.route(empty(2000, 128, dtype=f32), top_k=8, scoring="softmax")
+
+
+GROUPS = {"router": router}
+
+
+def kernels() -> list[str]:
+    """Every kernel of the package: a jit function named ``_..._kernel``, by module and name."""
+    import beam_moe.kernels
+
+    found = set()
+    for info in pkgutil.walk_packages(beam_moe.kernels.__path__, "beam_moe.kernels."):
+        for name, value in vars(importlib.import_module(info.name)).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                found.add(f"{value.__module__}.{name}")
+    return sorted(found)
+
+
+def main() -> int:
+    arch, groups = int(sys.argv[1]), sys.argv[2:] or list(GROUPS)
+    failed = 0
+    for group in groups:
+        with pretend(arch) as compiled:
+            try:
+                GROUPS[group]()
+            except Exception as error:  # one group's failure is a line of its own; the others are still compiled
+                failed = 1
+                import traceback
+
+                traceback.print_exc()
+                print(json.dumps({"group": group, "error": f"{type(error).__name__}: {error}"[:2000]}))
+        for name, kernel, seconds in compiled:
+            ptx = kernel.asm["ptx"]
+            target = next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target"))
+            row = {"group": group, "kernel": name, "target": target, "shared": kernel.metadata.shared}
+            print(json.dumps({**row, "seconds": round(seconds, 2)}))
+    if not sys.argv[2:]:
+        print(json.dumps({"triton": triton.__version__, "kernels": kernels()}))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""The router: exact products, exact ties, groups, and bits that do not depend on the batch."""
+
+import pytest
+import torch
+
+from beam_moe.kernels import router, tuning
+from beam_moe.kernels.router import grouped_topk, grouped_topk_reference, route, route_reference
+from beam_moe.testing import assert_close
+
+F32_LIMIT = 1e-6  # of fp32 sums; weights rounded to bf16 would give 1e-3, tf32 products 2e-4
+
+
+def random(*shape, device, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape) * scale).to(dtype).to(device)
+
+
+def check_choice(logits, bias, weights, ids, **options):
+    """Ids equal the reference's one by one; weights to rounding."""
+    ref_weights, ref_ids = route_reference(logits, bias, **options)
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+    assert torch.equal(ids, ref_ids)
+    assert_close("topk_weights", ref_weights, weights, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "n_group", "topk_group", "bias", "scoring"),
+    [
+        pytest.param(256, 8, 8, 4, True, "sigmoid", id="beam"),
+        pytest.param(128, 8, None, None, False, "softmax", id="qwen3"),
+        pytest.param(5, 2, None, None, False, "sigmoid", id="five-experts"),
+        pytest.param(60, 4, 4, 2, True, "sigmoid", id="groups-of-15"),
+        pytest.param(60, 6, 3, 1, False, "sigmoid", id="three-groups-no-bias"),
+        pytest.param(1024, 16, None, None, True, "sigmoid", id="most-experts-and-top-k"),
+        pytest.param(160, 6, 8, 3, False, "softmax", id="softmax-groups"),
+        pytest.param(8, 8, 8, 8, True, "sigmoid", id="all-experts-groups-of-one"),
+        pytest.param(8, 3, 8, 4, True, "sigmoid", id="groups-of-one"),
+        pytest.param(1, 1, None, None, False, "softmax", id="one-expert"),
+    ],
+)
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_route(experts, top_k, n_group, topk_group, bias, scoring, renormalize, device):
+    logits = random(7, experts, device=device, scale=2.0)
+    b = random(experts, device=device, scale=0.2) if bias else None
+    options = {
+        "top_k": top_k,
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "scoring": scoring,
+        "renormalize": renormalize,
+    }
+    check_choice(logits, b, *route(logits, b, **options), **options)
+
+
+def test_equal_logits_go_to_the_lowest_ids(device):
+    logits = torch.zeros(3, 48, device=device)
+    _, ids = route(logits, top_k=5)
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3
+    _, ids = route(logits, torch.zeros(48, device=device), top_k=5, n_group=6, topk_group=2)
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3  # groups tie too
+
+
+def test_ties_among_few_values(device):
+    """Five distinct logits over 96 experts: nearly every place is decided by the id."""
+    logits = torch.randint(-2, 3, (6, 96)).float().to(device)
+    bias = (torch.randint(0, 3, (96,)) * 0.25).to(device)
+    for options in ({"top_k": 12}, {"top_k": 6, "n_group": 8, "topk_group": 3}):
+        check_choice(logits, None, *route(logits, top_k=12), top_k=12)
+        check_choice(logits, bias, *route(logits, bias, **options), **options)
+
+
+def test_saturated_scores_tie(device):
+    """Sigmoid is 1.0 from 17 on and equal at -0.0 and 0.0: the order is that of scores, not of logits."""
+    logits = torch.tensor([[20.0, 30.0, 25.0, -0.0, 0.0, 0.0, -200.0, -300.0]], device=device)
+    weights, ids = route(logits, top_k=8, renormalize=False)
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert weights.tolist() == [[1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.0]]
+
+
+def test_groups_are_judged_by_two_best_only_with_a_bias(device):
+    """Group 0 has the single best expert, group 1 the better pair."""
+    logits = torch.tensor([[4.0, -4.0, 2.0, 1.5]], device=device)
+    assert route(logits, top_k=1, n_group=2, topk_group=1)[1].tolist() == [[0]]
+    assert route(logits, torch.zeros(4, device=device), top_k=1, n_group=2, topk_group=1)[1].tolist() == [[2]]
+
+
+def test_bias_chooses_but_does_not_weigh(device):
+    logits = torch.tensor([[1.0, 0.0, -1.0]], device=device)
+    weights, ids = route(logits, torch.tensor([0.0, 0.0, 9.0], device=device), top_k=2, renormalize=False)
+    assert ids.tolist() == [[2, 0]]
+    assert_close("weights", torch.tensor([[-1.0, 1.0]]).sigmoid(), weights.cpu(), 1e-6)
+
+
+def test_experts_barred_by_the_bias(device):
+    """A bias of minus infinity: last within the chosen groups, yet before any other group, and never a doubled id."""
+    inf = float("inf")
+    bias = torch.zeros(12, device=device)
+    bias[[0, 1, 2, 5]] = -inf
+    logits = random(6, 12, device=device)
+    options = {"top_k": 7, "n_group": 3, "topk_group": 2}
+    weights, ids = route(logits, bias, **options)
+    check_choice(logits, bias, weights, ids, **options)
+    _, ids = route(logits[:1], torch.full((12,), -inf, device=device), top_k=3, n_group=3, topk_group=1)
+    assert ids.tolist() == [[0, 1, 2]]
+
+
+def test_nan_ranks_last_and_is_handed_on(device):
+    nan = float("nan")
+    logits = torch.tensor([[nan, 1.0, nan, 0.0, -1.0], [nan] * 5], device=device)
+    weights, ids = route(logits, top_k=4, renormalize=False)
+    assert ids.tolist() == [[1, 3, 4, 0], [0, 1, 2, 3]]
+    assert weights[0, :3].isfinite().all() and weights[0, 3].isnan() and weights[1].isnan().all()
+    _, ids = route(logits, torch.zeros(5, device=device), top_k=5, scoring="softmax")
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_strided_logits_of_half_precision(device):
+    logits = random(5, 64, device=device, dtype=torch.float16)[:, :30]
+    assert not logits.is_contiguous()
+    check_choice(logits, None, *route(logits, top_k=4), top_k=4)
+
+
+BEAM = {"top_k": 8, "n_group": 8, "topk_group": 4}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "experts", "x_dtype", "w_dtype", "options"),
+    [
+        pytest.param(3, 640, 256, torch.bfloat16, torch.float32, BEAM, id="beam"),
+        pytest.param(17, 200, 60, torch.float16, torch.float32, {"top_k": 4}, id="fp16-x-odd-hidden"),
+        pytest.param(
+            2, 130, 40, torch.float32, torch.float32, {"top_k": 2, "n_group": 4, "topk_group": 2}, id="fp32-x"
+        ),
+        pytest.param(4, 96, 24, torch.bfloat16, torch.bfloat16, {"top_k": 2, "scoring": "softmax"}, id="bf16-weights"),
+        pytest.param(4, 70, 24, torch.float32, torch.float16, {"top_k": 2}, id="fp32-x-fp16-weights"),
+        pytest.param(1, 7, 5, torch.bfloat16, torch.float32, {"top_k": 2}, id="tiny"),
+    ],
+)
+def test_grouped_topk(tokens, hidden, experts, x_dtype, w_dtype, options, device):
+    x = random(tokens, hidden, device=device, dtype=x_dtype)
+    weight = random(experts, hidden, device=device, dtype=w_dtype, scale=hidden**-0.5)
+    bias = random(experts, device=device, scale=0.1) if "n_group" in options else None
+    weights, ids, logits = grouped_topk(x, weight, bias, **options, return_logits=True)
+    assert_close("logits", grouped_topk_reference(x, weight, bias, **options)[2], logits, F32_LIMIT)
+    check_choice(logits, bias, weights, ids, **options)
+
+
+def test_weights_are_not_rounded(device):
+    """Experts that differ in the last bit of fp32 alone: bf16, tf32 or two of the three pieces would call it a tie."""
+    weight = torch.ones(32, 64, device=device)
+    weight[19] = torch.nextafter(weight[19], torch.tensor(2.0))
+    x = torch.zeros(2, 64, dtype=torch.bfloat16, device=device)
+    x[:, 5] = 1.0
+    logits = grouped_topk(x, weight, top_k=1, return_logits=True)[2]
+    assert torch.equal(logits[0], weight[:, 5])
+
+
+LAUNCHES = {
+    "one-launch": {"block_t": 16, "fused": True, "split_grid": True, "warps": 4, "stages": 2},
+    "one-launch-no-shares": {"block_t": 16, "fused": True, "split_grid": False, "warps": 4, "stages": 2},
+    "two-launches": {"block_t": 32, "fused": False, "split_grid": True, "warps": 4, "stages": 2},
+    "prefill": {"block_t": 64, "fused": False, "split_grid": False, "warps": 4, "stages": 2},
+}
+
+
+def test_bits_depend_on_neither_launch_nor_batch(device):
+    """The same row in every launch form, at several token counts and places in the batch."""
+    x = random(35, 300, device=device, dtype=torch.bfloat16)
+    weight, bias = random(48, 300, device=device, scale=0.06), random(48, device=device, scale=0.1)
+    if (
+        device.type == "cpu"
+    ):  # the interpreter's products are BLAS's, in an order of their own: take sums without rounding
+        x, weight = torch.randint_like(x, -8, 9), torch.randint_like(weight, -64, 65) / 128
+    options = {"top_k": 4, "n_group": 4, "topk_group": 2, "return_logits": True}
+    assert router.shares(48, 300)[0] > 2
+    seen = []
+    for config in LAUNCHES.values():
+        with tuning.override(router.OP, config):
+            seen.append(grouped_topk(x, weight, bias, **options))
+            alone = grouped_topk(x[20:21], weight, bias, **options)
+            assert all(torch.equal(a[0], b[20]) for a, b in zip(alone, seen[-1]))
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
+    assert not any(counters.any() for counters in router._counters.sets.values())  # ready for the next launch
+
+
+def test_one_launch_needs_its_counters(device, monkeypatch):
+    """The first call inside a capture has none: the same bits, in two launches."""
+    x, weight = random(20, 300, device=device, dtype=torch.bfloat16), random(48, 300, device=device)
+    with tuning.override(router.OP, LAUNCHES["one-launch"]):
+        fused = grouped_topk(x, weight, top_k=3)
+        monkeypatch.setattr(router._counters, "get", lambda device: None)
+        apart = grouped_topk(x, weight, top_k=3)
+    assert torch.equal(fused[0], apart[0]) and torch.equal(fused[1], apart[1])
+
+
+def test_strided_x_and_weight(device):
+    pool = torch.full((6, 200), float("nan"), dtype=torch.bfloat16, device=device)
+    pool[:, :130] = random(6, 130, device=device, dtype=torch.bfloat16)
+    wide = torch.full((40, 160), float("nan"), device=device)
+    wide[:, :130] = random(40, 130, device=device)
+    x, weight = pool[::2, :130], wide[:, :130]
+    got = grouped_topk(x, weight, top_k=3, return_logits=True)
+    want = grouped_topk(x.contiguous(), weight.contiguous(), top_k=3, return_logits=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_no_tokens(device):
+    x, weight = torch.zeros(0, 64, device=device), torch.zeros(16, 64, device=device)
+    weights, ids, logits = grouped_topk(x, weight, top_k=2, return_logits=True)
+    assert weights.shape == ids.shape == (0, 2) and logits.shape == (0, 16)
+    weights, ids = route(logits, top_k=2)
+    assert weights.shape == ids.shape == (0, 2) and ids.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 5, "topk_group": 1}, "n_group must divide the 16 experts, got 5"),
+        ({"n_group": 4}, "go together"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group must be within 1..n_group = 4, got 5"),
+        ({"n_group": 4, "topk_group": 1, "top_k": 5}, "top_k must not exceed the 1 x 4 experts"),
+        ({"top_k": 0}, r"top_k must be within 1..16, got 0"),
+        ({"top_k": 17}, r"top_k must be within 1..16, got 17"),
+        ({"scoring": "tanh"}, "scoring must be one of sigmoid, softmax, got 'tanh'"),
+        ({"bias": torch.zeros(15)}, r"bias must be contiguous float32 of shape \(16,\)"),
+        ({"bias": torch.zeros(16, dtype=torch.float64)}, "bias must be contiguous float32"),
+        ({"x": torch.zeros(3, 32, dtype=torch.float64)}, "x must be bfloat16, float16 or float32, got torch.float64"),
+        ({"x": torch.zeros(3, 33)}, "gate_weight must be"),
+        ({"x": torch.zeros(32, 3).T}, "x must have innermost stride 1"),
+        ({"x": torch.zeros(32)}, "x must have 2 dimensions"),
+        ({"x": torch.zeros(3, 32, requires_grad=True)}, "x requires grad"),
+        ({"gate_weight": torch.zeros(1025, 32)}, "within 1..1024, got 1025"),
+    ],
+)
+def test_refuses(change, message, device):
+    args = {"x": torch.zeros(3, 32), "gate_weight": torch.zeros(16, 32), "bias": None, "top_k": 2}
+    args = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in {**args, **change}.items()}
+    with pytest.raises(ValueError, match=message):
+        grouped_topk(**args)
+
+
+def test_refuses_logits(device):
+    with pytest.raises(ValueError, match="route: dtype must be bfloat16, float16 or float32, got torch.float64"):
+        route(torch.zeros(2, 8, dtype=torch.float64, device=device), top_k=1)
+    with pytest.raises(ValueError, match="route: bias must be on"):
+        route(torch.zeros(2, 8, device=device), torch.zeros(8, device="meta"), top_k=1)
+
+
+def test_operators(device):
+    """The registered forms: what torch.compile traces."""
+    x, weight = random(3, 64, device=device, dtype=torch.bfloat16), random(16, 64, device=device)
+    bias = random(16, device=device)
+    torch.library.opcheck(
+        torch.ops.beam_moe.grouped_topk, (x, weight, bias, 2, 4, 2, "sigmoid", True), test_utils="test_faketensor"
+    )
+    logits = random(3, 16, device=device)
+    torch.library.opcheck(torch.ops.beam_moe.route, (logits, None, 2, 1, 1, "softmax", False), test_utils="test_schema")
+
+    def layer(x):
+        weights, ids = grouped_topk(x, weight, bias, top_k=2, n_group=4, topk_group=2)
+        return weights * 2.5, ids
+
+    got = torch.compile(layer, backend="eager", fullgraph=True)(x)
+    assert all(torch.equal(a, b) for a, b in zip(got, layer(x)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 4096])
+def test_beam_router_at_full_size(tokens, device):
+    """All token counts: fp32 accuracy, exact choice, and the bits of the row alone."""
+    x = random(tokens, 5120, device=device, dtype=torch.bfloat16)
+    weight, bias = random(256, 5120, device=device, scale=0.02), random(256, device=device, scale=0.05)
+    weights, ids, logits = grouped_topk(x, weight, bias, **BEAM, return_logits=True)
+    assert_close("logits", (x.double() @ weight.double().T).float(), logits, 2e-6)
+    rows = [0, tokens // 2, tokens - 1]
+    ref_weights, ref_ids = route_reference(logits[rows], bias, **BEAM)
+    assert torch.equal(ids[rows], ref_ids)
+    assert_close("topk_weights", ref_weights, weights[rows], 1e-6)
+    for row in rows:
+        alone = grouped_topk(x[row : row + 1], weight, bias, **BEAM, return_logits=True)
+        for name, one, batch in zip(("weights", "ids", "logits"), alone, (weights, ids, logits)):
+            assert torch.equal(one[0], batch[row]), name
+
+
+@pytest.mark.gpu
+def test_graph_replay(device):
+    """Captured once, replayed on new tokens, after other work on the same stream, many times over."""
+    x = random(16, 5120, device=device, dtype=torch.bfloat16)
+    weight, bias = random(256, 5120, device=device, scale=0.02), random(256, device=device, scale=0.05)
+    grouped_topk(x, weight, bias, **BEAM)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = grouped_topk(x, weight, bias, **BEAM, return_logits=True)
+    for _ in range(20):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        got = [t.clone() for t in captured]
+        want = grouped_topk(x, weight, bias, **BEAM, return_logits=True)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.gpu
+def test_two_streams(device):
+    """Each stream has counters of its own."""
+    x = random(32, 5120, device=device, dtype=torch.bfloat16)
+    weight = random(256, 5120, device=device, scale=0.02)
+    want = grouped_topk(x, weight, top_k=8)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(grouped_topk(x, weight, top_k=8))
+    torch.cuda.synchronize()
+    assert all(torch.equal(w, want[0]) and torch.equal(i, want[1]) for w, i in results)
