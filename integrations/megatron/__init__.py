@@ -15,6 +15,8 @@ _HOME = {
     "check_config": "spec",
     "swap_modules": "linears",
     "mxfp8_recipe": "linears",
+    "save_adapter": "lora",
+    "adapter_tensors": "lora",
 }
 
 __all__ = ["register", *_HOME]
@@ -24,7 +26,7 @@ def register() -> bool:
     """Make this process ready to train Beam. Idempotent.
 
     Makes megatron-bridge importable without Transformer Engine, gives ``AutoBridge`` a bridge for
-    ``BeamForCausalLM`` (and transformers a ``BeamConfig`` where it has none).
+    ``BeamForCausalLM`` (and transformers a ``BeamConfig`` where it has none), and teaches its ``LoRA`` our experts.
 
     Returns:
         True if Beam's bridge is ours, False if megatron-bridge brings its own and ours stepped aside.
@@ -35,8 +37,10 @@ def register() -> bool:
     from beam_moe.integrations.megatron import compat
 
     compat.prepare()
+    from beam_moe.integrations.megatron import lora
     from beam_moe.integrations.megatron.bridge import register_beam
 
+    lora.install()
     return register_beam()
 
 

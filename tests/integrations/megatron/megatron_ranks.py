@@ -230,6 +230,9 @@ class Beam(nn.Module):
         self.config, self.model = c, Body(c)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
 
+    def prepare_inputs_for_generation(self, *a, **k):  # PEFT looks it up
+        raise NotImplementedError
+
     def forward(self, ids, **_):
         cap = self.config.final_logit_softcapping
         return torch.tanh(self.lm_head(self.model(ids)) / cap) * cap
