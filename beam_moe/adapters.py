@@ -388,10 +388,11 @@ class _Layer:
         a, a_ranks = self._side(a_keys, module, n_in, axis=0)
         b, b_ranks = self._side(b_keys, module, n_out, axis=1)
         ranks = a_ranks if len(a_ranks) >= len(b_ranks) else b_ranks
-        for e, rank in enumerate(ranks):
-            if a_ranks[e if len(a_ranks) > 1 else 0] != rank or b_ranks[e if len(b_ranks) > 1 else 0] != rank:
+        for e in range(len(ranks)):
+            a_rank, b_rank = (many[e if len(many) > 1 else 0] for many in (a_ranks, b_ranks))
+            if a_rank != b_rank:
                 b_key = b_keys[e] if WHOLE not in b_keys else b_keys[WHOLE]
-                _fail(f"{b_key!r} must have the rank of its lora_A, {a_ranks[min(e, len(a_ranks) - 1)]}, got {rank}")
+                _fail(f"{b_key!r} must have the rank of its lora_A, {a_rank}, got {b_rank}")
         scale_keys = a_keys if WHOLE not in a_keys else b_keys
         scale_of = sorted(scale_keys)[:1] if self.peft.uniform else sorted(scale_keys)
         scales = [self.peft.scale(self._module_of(scale_keys[e])) for e in scale_of]
@@ -693,8 +694,8 @@ def load_adapter(
         so that it counts as one A). Gate and up with equal A become one A. Live ranks are in ``bank.ranks``.
 
     Raises:
-        ValueError: a tensor that no module of the model consumes, a missing expert or factor, a wrong shape or rank:
-            the key is named; a field of ``adapter_config.json`` that a pair of factors cannot express: the field is named.
+        ValueError: a tensor that no module of the model consumes, a missing expert or factor, a wrong shape or rank,
+            each by its key; a field of ``adapter_config.json`` that a pair of factors cannot express, by its name.
     """
     shard = config if isinstance(config, Shard) else config.shard()
     tensors, found = _read(source)
