@@ -32,7 +32,7 @@ from beam_moe.kernels import tuning
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, dequantize
-from beam_moe.kernels.mxfp8.tile import finished_product, tile_place
+from beam_moe.kernels.mxfp8.tile import finished_product, rows_within, tile_place
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUTES = ("bf16", "fp16", "dequantize", "native")
@@ -134,7 +134,9 @@ def _gemm_kernel(
     SOFT: tl.constexpr,
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
+    TURNED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     AHEAD: tl.constexpr,
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
@@ -154,15 +156,15 @@ def _gemm_kernel(
         tl.extra.cuda.gdc_wait()
     acc = finished_product(
         x, w, s_ptr, raw_ptr, word_ptr, token_ptr,
-        tile_m * BM, tl.minimum(m, M - 1).to(tl.int64), tile_n * BN, tl.minimum(n, N - 1).to(tl.int64),
+        tile_m * BM, tl.minimum(m, M - 1).to(tl.int64), tile_n * BN, 0, rows_within(n, N, EVEN_N),
         begin, end, K,
         stride_xm, stride_xk, stride_rm, stride_rk, stride_wn, stride_wk, stride_sn, stride_sk,
-        FP16, NORMALIZED, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, AHEAD, BM, BN, BK, STAGES,
+        FP16, NORMALIZED, E5M2, SOFT, X_TMA, W_TMA, TURNED, EVEN_K, AHEAD, BM, BN, BK, STAGES,
     )  # fmt: skip
     if SPLIT > 1:
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
-        width = tiles_m.to(tl.int64) * BM
+        width = tl.cast(tiles_m, tl.int64) * BM
         at = (split.to(tl.int64) * N + n)[:, None] * width + m[None, :]
         tl.store(out_ptr + at, acc, mask=(n < N)[:, None])
     else:
@@ -233,7 +235,9 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
     pdl = _PDL and _capability(x.device)[0] >= 9
     xn, tokens = normalize_rows(x, pdl=pdl) if normalized else (x, None)
     codes = b.data.view(torch.uint8)
-    x_desc, w_desc = _descriptor(xn, [config.bm, config.bk]), _descriptor(codes, [config.bn, config.bk])
+    turned = codes.stride(1) != 1
+    x_desc = _descriptor(xn, [config.bm, config.bk])
+    w_desc = _descriptor(codes.mT, [config.bk, config.bn]) if turned else _descriptor(codes, [config.bn, config.bk])
     steps = triton.cdiv(triton.cdiv(k, config.bk), config.split)
     split = max(1, triton.cdiv(triton.cdiv(k, config.bk), max(steps, 1)))
     tiles_m, tiles_n = triton.cdiv(rows, config.bm), triton.cdiv(n, config.bn)
@@ -268,7 +272,9 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         SOFT=soft,
         X_TMA=x_desc is not None,
         W_TMA=w_desc is not None,
+        TURNED=turned,
         EVEN_K=k % config.bk == 0,
+        EVEN_N=n % config.bn == 0,
         AHEAD=scales_ahead(b.scale, config.bn, config.bk, config.warps),
         SPLIT=split,
         PDL=pdl,

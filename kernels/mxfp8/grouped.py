@@ -30,7 +30,7 @@ from beam_moe.kernels.mxfp8.gemm import (
     scales_ahead,
 )
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, _to_float, dequantize
-from beam_moe.kernels.mxfp8.tile import finished_product, tile_place
+from beam_moe.kernels.mxfp8.tile import finished_product, rows_within, tile_place
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 DEQUANTIZE_ROWS = 512  # rows a group on average from which PyTorch's grouped GEMM on a bf16 copy is faster
@@ -117,7 +117,9 @@ def _grouped_kernel(
     SOFT: tl.constexpr,
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
+    TURNED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     AHEAD: tl.constexpr,
     GROUPS_P2: tl.constexpr,
     RUN: tl.constexpr,
@@ -144,10 +146,11 @@ def _grouped_kernel(
         wide = group.to(tl.int64)
         acc = finished_product(
             x, w if W_TMA else w + wide * stride_we, s_ptr + wide * stride_se, raw_ptr, word_ptr + wide * N, token_ptr,
-            first, tl.minimum(m, rows - 1).to(tl.int64), group * N + tile_n * BN, tl.minimum(n, N - 1).to(tl.int64),
+            first, tl.minimum(m, rows - 1).to(tl.int64),
+            tile_n * BN if TURNED else group * N + tile_n * BN, group * K, rows_within(n, N, EVEN_N),
             0, K, K,
             stride_xm, stride_xk, stride_rm, stride_rk, stride_wn, stride_wk, stride_sn, stride_sk,
-            FP16, NORMALIZED, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, AHEAD, BM, BN, BK, STAGES,
+            FP16, NORMALIZED, E5M2, SOFT, X_TMA, W_TMA, TURNED, EVEN_K, AHEAD, BM, BN, BK, STAGES,
         )  # fmt: skip
         if BIAS:
             acc += tl.load(bias_ptr + wide * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -163,8 +166,13 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, offsets, bias, out: torch.Tensor, co
     xn, tokens = normalize_rows(x, pdl=pdl) if normalized else (x, None)
     codes = b.data.view(torch.uint8)
     x_desc, w_desc = _descriptor(xn, [config.bm, config.bk]), None
-    if codes.stride(0) == n * codes.stride(1) or groups == 1:
-        flat = codes.as_strided((groups * n, k), codes.stride()[1:])
+    turned = codes.stride(2) != 1
+    if turned and k % config.bk == 0 and codes.stride(0) == k * codes.stride(2):
+        # whole steps only: what lies behind the last row of an expert is the next expert, which no bound cuts off
+        flat = codes.as_strided((groups * k, n), (codes.stride(2), codes.stride(1)))
+        w_desc = _descriptor(flat, [config.bk, config.bn])
+    elif not turned and codes.stride(0) == n * codes.stride(1):
+        flat = codes.as_strided((groups * n, k), (codes.stride(1), codes.stride(2)))
         w_desc = _descriptor(flat, [config.bn, config.bk])
     # every group that has rows adds at most one short tile; rows behind the last offset fit in what that leaves over
     tiles_m = triton.cdiv(rows, config.bm) + min(groups, rows)
@@ -197,7 +205,9 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, offsets, bias, out: torch.Tensor, co
         SOFT=soft,
         X_TMA=x_desc is not None,
         W_TMA=w_desc is not None,
+        TURNED=turned,
         EVEN_K=k % config.bk == 0,
+        EVEN_N=n % config.bn == 0,
         AHEAD=scales_ahead(b.scale, config.bn, config.bk, config.warps),
         GROUPS_P2=triton.next_power_of_2(groups + 1),
         RUN=max(1, 1024 // config.bm),

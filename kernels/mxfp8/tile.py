@@ -30,14 +30,24 @@ def tile_place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def rows_within(row, rows, EVEN: tl.constexpr):
+    """int64 rows, none out of bounds; untouched if EVEN, so that the compiler still sees that they are consecutive."""
+    if EVEN:
+        return row.to(tl.int64)
+    else:
+        return tl.minimum(row, rows - 1).to(tl.int64)
+
+
+@triton.jit
 def product(
     x,  # descriptor of blocks (BM, BK), or pointer; bf16, fp16, or bf16 as int16 (SOFT)
-    w,  # descriptor of blocks (BN, BK), or pointer; uint8 codes
+    w,  # descriptor of blocks (BN, BK), of (BK, BN) if TURNED, or pointer; uint8 codes
     s_ptr,  # uint8 scales of the tile's matrix
     top,  # int16 (BN,), read in the fp16 form only
     x_first,  # first row of the tile, for the descriptor
     x_row,  # int64 (BM,) rows, in bounds, for the pointer
-    w_first,
+    w_first,  # first output of the tile, for the descriptor
+    w_base,  # what the descriptor adds to k (TURNED)
     w_row,  # int64 (BN,), in bounds, of the tile's matrix
     begin,  # multiple of BK
     end,
@@ -53,6 +63,7 @@ def product(
     SOFT: tl.constexpr,
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
+    TURNED: tl.constexpr,
     EVEN_K: tl.constexpr,
     AHEAD: tl.constexpr,
     BM: tl.constexpr,
@@ -82,7 +93,9 @@ def product(
                 xt = tl.load(at)
             else:
                 xt = tl.load(at, mask=inside[None, :], other=0)
-        if W_TMA:
+        if W_TMA and TURNED:
+            code = w.load([w_base + k, w_first]).T
+        elif W_TMA:
             code = w.load([w_first, k])
         else:
             at = w + w_row[:, None] * stride_wn + (k + lane).to(tl.int64)[None, :] * stride_wk
@@ -130,6 +143,7 @@ def finished_product(
     x_first,
     x_row,
     w_first,
+    w_base,
     w_row,
     begin,
     end,
@@ -148,6 +162,7 @@ def finished_product(
     SOFT: tl.constexpr,
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
+    TURNED: tl.constexpr,
     EVEN_K: tl.constexpr,
     AHEAD: tl.constexpr,
     BM: tl.constexpr,
@@ -163,9 +178,9 @@ def finished_product(
     if FP16:
         word = tl.load(word_ptr + w_row)
         acc = product(
-            x, w, s_ptr, row_top(word), x_first, x_row, w_first, w_row, begin, end, K,
+            x, w, s_ptr, row_top(word), x_first, x_row, w_first, w_base, w_row, begin, end, K,
             stride_xm, stride_xk, stride_wn, stride_wk, stride_sn, stride_sk,
-            True, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, AHEAD, BM, BN, BK, STAGES,
+            True, E5M2, SOFT, X_TMA, W_TMA, TURNED, EVEN_K, AHEAD, BM, BN, BK, STAGES,
         )  # fmt: skip
         wide = ((word & 256) != 0)[:, None]
         exponent = row_exponent(word, E5M2)[:, None]
@@ -176,15 +191,15 @@ def finished_product(
         acc = nan_rows(scale_by_exponent(acc, exponent), word)
         if tl.max(tl.max(wide.to(tl.int32), axis=1), axis=0) != 0:
             other = product(
-                raw_ptr, w, s_ptr, row_top(word), x_first, x_row, w_first, w_row, begin, end, K,
+                raw_ptr, w, s_ptr, row_top(word), x_first, x_row, w_first, w_base, w_row, begin, end, K,
                 stride_rm, stride_rk, stride_wn, stride_wk, stride_sn, stride_sk,
-                False, E5M2, SOFT, False, W_TMA, EVEN_K, True, BM, BN, BK, 1,
+                False, E5M2, SOFT, False, W_TMA, TURNED, EVEN_K, True, BM, BN, BK, 1,
             )  # fmt: skip
             acc = tl.where(wide, other, acc)
     else:
         acc = product(
-            x, w, s_ptr, 0, x_first, x_row, w_first, w_row, begin, end, K,
+            x, w, s_ptr, 0, x_first, x_row, w_first, w_base, w_row, begin, end, K,
             stride_xm, stride_xk, stride_wn, stride_wk, stride_sn, stride_sk,
-            False, E5M2, SOFT, X_TMA, W_TMA, EVEN_K, AHEAD, BM, BN, BK, STAGES,
+            False, E5M2, SOFT, X_TMA, W_TMA, TURNED, EVEN_K, AHEAD, BM, BN, BK, STAGES,
         )  # fmt: skip
     return acc
