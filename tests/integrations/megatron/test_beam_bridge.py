@@ -1,5 +1,7 @@
 """Beam on megatron-bridge: parity with a plain fp32 model, and export bit for bit, at every parallel layout."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -40,3 +42,20 @@ def test_matches_reference_and_exports_what_it_read(ranks, layout, world):
         assert_close("logits", r["want"], r["logits"], 1e-5)
     for r in results:
         assert not r["wrong"] and not r["extra"], (r["wrong"][:4], r["extra"][:4])
+
+
+def transformers_beam(folder):
+    import megatron_ranks as m
+    from transformers import BeamForCausalLM
+
+    ref = m.reference()
+    model = BeamForCausalLM.from_pretrained(m.checkpoint(ref, folder / "hf"), dtype=torch.float32)
+    with torch.no_grad():
+        return ref(m.tokens()), model.eval()(m.tokens()).logits
+
+
+def test_reference_is_transformers_beam(ranks):
+    if importlib.util.find_spec("transformers.models.beam") is None:
+        pytest.skip("this transformers has no Beam")
+    ((ours, theirs),) = ranks("transformers_beam")
+    assert_close("logits", theirs, ours, 1e-5)
