@@ -319,7 +319,23 @@ def _zero_tail(out: torch.Tensor, offsets: torch.Tensor) -> None:
     )
 
 
-def _library(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def grouped_matmul_fits(w: torch.Tensor, x_dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether `grouped_matmul` takes weights of w's shape (E, N, K) on w's device, and results in ``x_dtype``."""
+    return (
+        _grouped_mm is not None
+        and _capability(w.device)[0] >= 9
+        and x_dtype == torch.bfloat16
+        and w.shape[1] % 8 == 0
+        and w.shape[2] % 8 == 0
+    )
+
+
+def grouped_matmul(
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """PyTorch's grouped GEMM of dense bf16 x (T, K) and w (E, N, K), zeros in rows behind the last offset."""
+    if x.shape[0] == 0:
+        return torch.empty(0, w.shape[1], dtype=x.dtype, device=x.device) if out is None else out
     y = _grouped_mm(x, w.mT, offs=offsets[1:])
     if out is not None:
         y = out.copy_(y)
@@ -425,7 +441,7 @@ def grouped_gemm(
             bias is None and target == x_dtype == torch.bfloat16,
             f"{op}: route dequantize takes bf16 or MXFP8 to bf16 without bias, got {x_dtype} to {target}",
         )
-        return _library(x, dequantize_groups(b, offsets) if b_dense is None else b_dense, offsets, out)
+        return grouped_matmul(x, dequantize_groups(b, offsets) if b_dense is None else b_dense, offsets, out)
     if out is None:
         out = torch.empty(rows, n, dtype=target, device=a.device)
     _fused(x, b, offsets, bias, out, config)
