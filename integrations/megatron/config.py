@@ -72,7 +72,7 @@ class BeamConfig(PretrainedConfig):
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.num_key_value_heads, self.head_dim, self.hidden_act = num_key_value_heads, head_dim, hidden_act
         self.max_position_embeddings, self.initializer_range = max_position_embeddings, initializer_range
-        self.rms_norm_eps, self.use_cache, self.rope_parameters = rms_norm_eps, use_cache, rope_parameters
+        self.rms_norm_eps, self.use_cache = rms_norm_eps, use_cache
         self.attention_bias, self.sliding_window, self.attention_dropout = (
             attention_bias,
             sliding_window,
@@ -88,6 +88,10 @@ class BeamConfig(PretrainedConfig):
         self.n_group, self.topk_group, self.routed_scaling_factor = n_group, topk_group, routed_scaling_factor
         self.final_logit_softcapping = final_logit_softcapping
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        self.rope_parameters = rope_parameters  # last: the base class's check does not know a layer type without RoPE
+
+    def validate(self) -> None:
+        """Checked in ``__init__``; the base class's check of ``rope_parameters`` fails on a layer type without RoPE."""
 
     def convert_rope_params_to_dict(self, **kwargs):
         """Leaves the per-layer-type mapping alone: the generic converter would add keys at its top level."""
