@@ -8,7 +8,7 @@
     a2  (L, E, R, I)         h  (P, I)                   s  (TILES, P, R)
 
 t keeps fp32's precision through its product with B. What does not depend on the launch before (the block's rows, the
-factors of its first adapter) is loaded while that one drains, and W2 of the first blocks is on its way to L2 by then.
+factors of its first adapter) is loaded while that one drains.
 """
 
 import triton
@@ -22,7 +22,6 @@ from beam_moe.kernels.moe_lora.pipeline import (
     let_next_start,
     live_rank,
     load_ranks,
-    prefetch,
     wait_for_previous,
 )
 
@@ -60,11 +59,10 @@ def _activate_kernel(
     a2_ptr,  # (L, E, R, I)
     h_ptr,  # (P, I)
     s_ptr,  # (TILES, P, R)
-    w2_ptr,  # (E, H, I), only to prefetch
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (P,)
-    table_ptr,  # (3, MAX_BLOCKS)
+    table_ptr,  # (3 * MAX_BLOCKS + 1,)
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
@@ -80,7 +78,6 @@ def _activate_kernel(
     stride_al,
     stride_ae,
     stride_ar,
-    stride_we,
     I: tl.constexpr,
     RANK: tl.constexpr,
     NA: tl.constexpr,
@@ -89,9 +86,7 @@ def _activate_kernel(
     SHARED_A: tl.constexpr,
     MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
     HAS_MAP: tl.constexpr,
-    DIRECT: tl.constexpr,
-    PREFETCH_BLOCKS: tl.constexpr,
-    PREFETCH_BYTES: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # 0: rows come from the plan
     BLOCK_M: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -102,14 +97,11 @@ def _activate_kernel(
     tile = tl.program_id(0)
     block = tl.program_id(1)
     expert, pair, mask_m = block_rows(
-        topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, E_GLOBAL, E, MAX_BLOCKS, BLOCK_M, HAS_MAP, DIRECT
-    )
+        topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, T * TOP_K, E_GLOBAL, E, MAX_BLOCKS,
+        BLOCK_M, BLOCK_P, HAS_MAP,
+    )  # fmt: skip
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
-    if PREFETCH_BLOCKS > 0:
-        if (tile == 0) & (block < PREFETCH_BLOCKS) & (expert >= 0):
-            prefetch(w2_ptr + e * stride_we, PREFETCH_BYTES)
-
     token = pair // TOP_K
     pair = pair.to(tl.int64)
     i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -150,13 +142,13 @@ def _activate_kernel(
                     live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
                     mine = (slot_m == slot) & (live > 0)
                     if tl.sum(mine.to(tl.int32), 0) > 0:
-                        b_rows = b_ptr + tl.cast(slot, tl.int64) * stride_bl + e * stride_be
-                        b_rows = b_rows + i.to(tl.int64)[:, None] * stride_bi
+                        b_slot = b_ptr + tl.cast(slot, tl.int64) * stride_bl + e * stride_be
+                        b_slot = b_slot + i.to(tl.int64)[:, None] * stride_bi
                         done = tl.where(slot == first_slot, BLOCK_R, 0)
                         for first in tl.range(done, live, BLOCK_R, num_stages=1):
                             r = first + r_0
-                            bg = load_ranks(b_rows + r[None, :], mask_i, r, live, RANK)
-                            bu = load_ranks(b_rows + up_b_offset + r[None, :], mask_i, r, live, RANK)
+                            bg = load_ranks(b_slot + r[None, :], mask_i, r, live, RANK)
+                            bu = load_ranks(b_slot + up_b_offset + r[None, :], mask_i, r, live, RANK)
                             g, u = _adapt(g, u, bg, bu, t_rows, t_plane, mine, r, live, RANK, NA, SPLITS, INTERPRETED)
 
         h = (g * tl.sigmoid(g) * u).to(h_ptr.dtype.element_ty)
@@ -173,11 +165,11 @@ def _activate_kernel(
                     live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
                     mine = (slot_m == slot) & (live > 0)
                     if tl.sum(mine.to(tl.int32), 0) > 0:
-                        a_rows = a2_ptr + tl.cast(slot, tl.int64) * stride_al + e * stride_ae + i[None, :]
+                        a_slot = a2_ptr + tl.cast(slot, tl.int64) * stride_al + e * stride_ae + i[None, :]
                         done = tl.where(slot == first_slot, BLOCK_R, 0)
                         for first in tl.range(done, live, BLOCK_R, num_stages=1):
                             r = first + r_0
-                            a_ptrs = a_rows + r.to(tl.int64)[:, None] * stride_ar
+                            a_ptrs = a_slot + r.to(tl.int64)[:, None] * stride_ar
                             a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_i[None, :], other=0.0)
                             s = tl.trans(dot(a, tl.trans(h), zero, INTERPRETED))
                             tl.store(out + r[None, :], s, mask=mine[:, None] & (r < live)[None, :])

@@ -19,11 +19,11 @@ class MoEConfig:
     """Launch parameters of one layer.
 
     They depend on the shape of the call alone, never on adapters or routing: a row's bits are the same whether or not an
-    adapter is loaded. `block_m`, tile sizes and `direct` do not change bits either; `splits` does.
+    adapter is loaded.
     """
 
     block_m: int = 16  # routed rows of a block
-    direct: bool = False  # one block a routed pair, no plan: pays while hardly two tokens share an expert
+    inline_plan: bool = False  # no plan: each block looks its rows up among all pairs, which pays while they are few
     plan_warps: int = 4
     plan_experts: int = 1  # experts that one program of the plan writes
     up_block_n: int = 64
@@ -37,10 +37,11 @@ class MoEConfig:
     down_block_k: int = 64
     down_warps: int = 4
     down_stages: int = 5
+    down_tiles: int = 1  # row tiles of W2 that one program takes one after another
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
-    prefetch: int = 0  # blocks whose W2 is asked into L2 while the first product drains
+    prefetch: int = 0  # last blocks whose W2 is asked into L2 while the first product ends; `down` starts with them
 
     @classmethod
     def pick(cls, device: torch.device, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
@@ -61,7 +62,7 @@ class MoEConfig:
         big = block_m >= 64
         return cls(
             block_m=block_m,
-            direct=tokens * top_k <= 16,
+            inline_plan=tokens * top_k <= 256,
             plan_warps=4 if tokens * top_k <= 1024 else 8,
             plan_experts=1 if tokens * top_k <= 4096 else triton.cdiv(experts, 128),
             up_block_n=128 if big else 64,
@@ -84,13 +85,17 @@ class MoEConfig:
                 if value != getattr(self, name):
                     yield replace(self, **{name: value})
 
+    def blocks(self, pairs: int, experts: int) -> int:
+        """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
+        return pairs if self.inline_plan else min(pairs, experts + pairs // self.block_m)
+
     def as_dict(self) -> dict:
         return asdict(self)
 
 
 CHOICES = {
     "block_m": (16, 32, 64, 128),
-    "direct": (False, True),
+    "inline_plan": (False, True),
     "plan_warps": (2, 4, 8),
     "plan_experts": (1, 2, 4),
     "splits": (1, 2, 4, 5, 8, 10),
@@ -104,6 +109,7 @@ CHOICES = {
     "down_block_k": (64, 128),
     "down_warps": (4, 8),
     "down_stages": (2, 3, 4, 5),
+    "down_tiles": (1, 2, 4, 5, 8, 10),
     "combine_block_h": (128, 256, 512, 1024),
     "combine_block_t": (1, 2, 4),
     "combine_warps": (2, 4, 8),

@@ -11,12 +11,12 @@ import triton.language as tl
 
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
-    block_rows,
     dot,
     dot_fp32,
     let_next_start,
     live_rank,
     load_ranks,
+    planned_rows,
     wait_for_previous,
 )
 
@@ -38,16 +38,12 @@ def _down_kernel(
     s_ptr,  # (TILES, P, R)
     b2_ptr,  # (L, E, H, R)
     y_ptr,  # (P, H)
-    topk_ids_ptr,  # (P,)
-    expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (P,)
-    table_ptr,  # (3, MAX_BLOCKS)
+    table_ptr,  # (3 * MAX_BLOCKS + 1,)
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
     T,
-    E_GLOBAL,
-    E,
     SLOTS,
     MAX_BLOCKS,
     stride_we,
@@ -61,8 +57,7 @@ def _down_kernel(
     TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
-    HAS_MAP: tl.constexpr,
-    DIRECT: tl.constexpr,
+    TILES_PER_PROGRAM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -70,17 +65,19 @@ def _down_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (ceil(H / BLOCK_N), MAX_BLOCKS)."""
+    """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), last blocks first."""
+    # one loop over (row tile, share of I): the loads of a tile are under way while the one before it is finished
+    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
-    tile = tl.program_id(0)
-    block = tl.program_id(1)
-    expert, pair, mask_m = block_rows(
-        topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, E_GLOBAL, E, MAX_BLOCKS, BLOCK_M, HAS_MAP, DIRECT
-    )
+    EVEN_N: tl.constexpr = H % (BLOCK_N * TILES_PER_PROGRAM) == 0
+    first_tile = tl.program_id(0) * TILES_PER_PROGRAM
+    block = MAX_BLOCKS - 1 - tl.program_id(1)
+    expert, pair, mask_m = planned_rows(order_ptr, table_ptr, block, MAX_BLOCKS, BLOCK_M)
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = n < H
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    r_0 = tl.arange(0, BLOCK_R)
     token = pair // TOP_K
     pair = pair.to(tl.int64)
     zero = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -88,54 +85,49 @@ def _down_kernel(
         slot_m = adapter_slot(lora_ids_ptr, token, mask_m & (expert >= 0), SLOTS)
         first_slot = tl.max(slot_m, 0)
         live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
-        r_0 = tl.arange(0, BLOCK_R)
-        b_rows = b2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + e * stride_be
-        b_0 = load_ranks(b_rows + n.to(tl.int64)[:, None] * stride_bn + r_0[None, :], mask_n, r_0, live_0, RANK)
+        mine_0 = (slot_m == first_slot) & (live_0 > 0)
+        b_0 = b2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + e * stride_be
 
     wait_for_previous(PDL)
     let_next_start(PDL)
     if expert >= 0:
         if RANK > 0:
-            mine_0 = (slot_m == first_slot) & (live_0 > 0)
-            s_0 = load_s(s_ptr, pair, mine_0, r_0, live_0, P, RANK, TILES)
-
-        offs_k = tl.arange(0, BLOCK_K)
-        w_rows = w2_ptr + e * stride_we + n.to(tl.int64) * stride_wn
-        w_ptrs = w_rows[:, None] + offs_k[None, :]
-        h_ptrs = h_ptr + pair[:, None] * I + offs_k[None, :]
+            s_0 = tl.trans(load_s(s_ptr, pair, mine_0, r_0, live_0, P, RANK, TILES))
+        h_rows = h_ptr + pair * I
+        w_expert = w2_ptr + e * stride_we
         acc = zero
-        for k in range(0, I, BLOCK_K):
-            if EVEN_K:
-                if H % BLOCK_N == 0:
-                    w = tl.load(w_ptrs)
-                else:
-                    w = tl.load(w_ptrs, mask=mask_n[:, None], other=0.0)
+        for step in range(STEPS * TILES_PER_PROGRAM):
+            n = (first_tile + step // STEPS) * BLOCK_N + offs_n
+            k = (step % STEPS) * BLOCK_K + offs_k
+            mask_n = n < H
+            w_ptrs = w_expert + n.to(tl.int64)[:, None] * stride_wn + k[None, :]
+            h_ptrs = h_rows[:, None] + k[None, :]
+            if EVEN_K and EVEN_N:
+                w = tl.load(w_ptrs)
                 h = tl.load(h_ptrs, mask=mask_m[:, None], other=0.0)
             else:
-                mask_k = k + offs_k < I
+                mask_k = k < I
                 w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
                 h = tl.load(h_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             acc = dot(w, tl.trans(h), acc, INTERPRETED)
-            w_ptrs += BLOCK_K
-            h_ptrs += BLOCK_K
-        y = tl.trans(acc)
-
-        if RANK > 0:
-            # a row without an adapter keeps its bits: nothing is added to it, not even zero
-            y = tl.where(mine_0[:, None], y + tl.trans(dot_fp32(b_0, tl.trans(s_0), zero, INTERPRETED)), y)
-            if MORE:
-                for slot in range(SLOTS):
-                    live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
-                    mine = (slot_m == slot) & (live > 0)
-                    if tl.sum(mine.to(tl.int32), 0) > 0:
-                        b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + e * stride_be
-                        b_rows = b_rows + n.to(tl.int64)[:, None] * stride_bn
-                        done = tl.where(slot == first_slot, BLOCK_R, 0)
-                        for first in tl.range(done, live, BLOCK_R, num_stages=1):
-                            r = first + r_0
-                            b = load_ranks(b_rows + r[None, :], mask_n, r, live, RANK)
-                            s = load_s(s_ptr, pair, mine, r, live, P, RANK, TILES)
-                            delta = tl.trans(dot_fp32(b, tl.trans(s), zero, INTERPRETED))
-                            y = tl.where(mine[:, None], y + delta, y)
-
-        tl.store(y_ptr + pair[:, None] * H + n[None, :], y, mask=mask_m[:, None] & mask_n[None, :])
+            if step % STEPS == STEPS - 1:
+                y = tl.trans(acc)
+                if RANK > 0:
+                    b_offsets = n.to(tl.int64) * stride_bn
+                    b = load_ranks(b_0 + b_offsets[:, None] + r_0[None, :], mask_n, r_0, live_0, RANK)
+                    # a row without an adapter keeps its bits: nothing is added to it, not even zero
+                    y = tl.where(mine_0[:, None], y + tl.trans(dot_fp32(b, s_0, zero, INTERPRETED)), y)
+                    if MORE:
+                        for slot in range(SLOTS):
+                            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+                            mine = (slot_m == slot) & (live > 0)
+                            if tl.sum(mine.to(tl.int32), 0) > 0:
+                                b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + e * stride_be + b_offsets
+                                done = tl.where(slot == first_slot, BLOCK_R, 0)
+                                for first in tl.range(done, live, BLOCK_R, num_stages=1):
+                                    r = first + r_0
+                                    b = load_ranks(b_rows[:, None] + r[None, :], mask_n, r, live, RANK)
+                                    s = tl.trans(load_s(s_ptr, pair, mine, r, live, P, RANK, TILES))
+                                    y = tl.where(mine[:, None], y + tl.trans(dot_fp32(b, s, zero, INTERPRETED)), y)
+                tl.store(y_ptr + pair[:, None] * H + n[None, :], y, mask=mask_m[:, None] & mask_n[None, :])
+                acc = zero

@@ -4,7 +4,7 @@
     h      = silu(g) * u,   (g | u) = W13[e] @ x[t] + B13[l, e] @ (A13[l, e] @ x[t])
 
     launch    reads                         writes                  file
-    plan      topk_ids                      blocks of rows          plan.py      (left out for a few tokens)
+    plan      topk_ids                      blocks of rows          plan.py      (none for few tokens)
     gate_up   W13, A13, x                   g | u, t                gate_up.py
     activate  g | u, t, B13, A2             h, s                    activate.py
     down      W2, B2, h, s                  y                       down.py
@@ -29,7 +29,7 @@ from beam_moe.kernels.moe_lora.combine import _combine_kernel
 from beam_moe.kernels.moe_lora.config import MoEConfig
 from beam_moe.kernels.moe_lora.down import _down_kernel
 from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
-from beam_moe.kernels.moe_lora.plan import build_plan, max_blocks
+from beam_moe.kernels.moe_lora.plan import build_plan
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -141,18 +141,19 @@ def _run(
     pairs = tokens * top_k
     pdl = x.device.type == "cuda" and _supports_pdl(x.device.index)
     extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    blocks = pairs if cfg.direct else max_blocks(pairs, experts, cfg.block_m)
+    blocks = cfg.blocks(pairs, experts)
+    block_p = max(16, triton.next_power_of_2(pairs)) if cfg.inline_plan else 0
+    order, table = buffers.order, buffers.table
     emap = topk_ids if expert_map is None else expert_map
     e_global = 0 if expert_map is None else expert_map.numel()
     has_map = expert_map is not None
-    common: dict[str, Any] = dict(TOP_K=top_k, HAS_MAP=has_map, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
+    common: dict[str, Any] = dict(TOP_K=top_k, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
-    if not cfg.direct:
+    if not cfg.inline_plan:
         build_plan(
-            topk_ids, expert_map, experts, cfg.block_m, buffers.order, buffers.table,
+            topk_ids, expert_map, experts, cfg.block_m, order, table,
             num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl,
         )  # fmt: skip
-    order, table = (topk_ids, topk_ids) if cfg.direct else (buffers.order, buffers.table)
 
     if lora is None:
         rank, na, shared_a, shared_b, slots, tiles, block_r, more = 0, 1, False, False, 0, 1, 16, False
@@ -178,29 +179,29 @@ def _run(
         grid = (max(w_tiles, a_tiles) * cfg.splits, blocks + triton.cdiv(tokens, cfg.block_m))
     else:
         grid = ((w_tiles + a_tiles) * cfg.splits, blocks)
-    _gate_up_kernel[grid](
-        x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
-        tokens, e_global, experts, slots, blocks, up_a_offset,
-        x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2],
-        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, DIRECT=cfg.direct,
-        BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
-        num_warps=cfg.up_warps, num_stages=cfg.up_stages, **common,
-    )  # fmt: skip
     prefetch = cfg.prefetch if pdl and _bulk_prefetchable(w2) else 0
-    _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
-        buffers.gu, t, gate_b, w2_a, buffers.h, s, w2, topk_ids, emap, order, table, ids, ranks, enabled,
-        tokens, e_global, experts, slots, blocks, up_b_offset,
-        b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2], w2.stride(0),
-        I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, DIRECT=cfg.direct,
+    _gate_up_kernel[grid](
+        x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled, w2,
+        tokens, e_global, experts, slots, blocks, up_a_offset,
+        x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2], w2.stride(0),
+        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
         PREFETCH_BLOCKS=prefetch, PREFETCH_BYTES=hidden * inter * w2.element_size() if prefetch else 0,
-        BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
-        num_warps=cfg.act_warps, num_stages=2, **common,
+        BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
+        num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common,
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(hidden, cfg.down_block_n), blocks)](
-        buffers.h, w2, s, w2_b, buffers.y, topk_ids, emap, order, table, ids, ranks, enabled,
-        tokens, e_global, experts, slots, blocks,
+    _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
+        buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
+        tokens, e_global, experts, slots, blocks, up_b_offset,
+        b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
+        I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, BLOCK_P=block_p,
+        BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
+        HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
+    )  # fmt: skip
+    _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), blocks)](
+        buffers.h, w2, s, w2_b, buffers.y, order, table, ids, ranks, enabled,
+        tokens, slots, blocks,
         w2.stride(0), w2.stride(1), b2_strides[0], b2_strides[1], b2_strides[2],
-        H=hidden, I=inter, RANK=0 if shared_b else rank, TILES=tiles, MORE=more, DIRECT=cfg.direct,
+        H=hidden, I=inter, RANK=0 if shared_b else rank, TILES=tiles, MORE=more, TILES_PER_PROGRAM=cfg.down_tiles,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
         num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common,
     )  # fmt: skip
@@ -210,15 +211,16 @@ def _run(
         buffers.y, s, w2_b, topk_weights, out, topk_ids, emap, ids, ranks, enabled,
         scale, tokens, e_global, experts, slots, b2_strides[0], b2_strides[2], out.stride(0),
         H=hidden, RANK=rank if shared_b else 0, TILES=tiles,
-        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=block_r, num_warps=cfg.combine_warps, **common,
+        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=block_r, HAS_MAP=has_map,
+        num_warps=cfg.combine_warps, **common,
     )  # fmt: skip
 
 
 def _bulk_prefetchable(w: torch.Tensor) -> bool:
-    """Whether one expert's W2 is contiguous, 16-byte aligned, and cuts into 256 pieces of a multiple of 16 bytes."""
+    """Whether one expert's W2 is contiguous, 16-byte aligned and of a multiple of 16 bytes."""
     size, stride = w.element_size(), w.stride(0)
     expert = w.shape[1] * w.shape[2] * size
-    return not (w.stride(1) != w.shape[2] or w.data_ptr() % 16 or stride * size % 16 or expert % 4096)
+    return not (w.stride(1) != w.shape[2] or w.data_ptr() % 16 or stride * size % 16 or expert % 16)
 
 
 def fused_moe(

@@ -21,6 +21,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     dot,
     let_next_start,
     live_rank,
+    prefetch,
     wait_for_previous,
 )
 
@@ -88,11 +89,12 @@ def _gate_up_kernel(
     t_ptr,  # (SPLITS, P|T, NA * R)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
-    order_ptr,  # (P,)
-    table_ptr,  # (3, MAX_BLOCKS)
+    order_ptr,  # (P,), or (P, BLOCK_M) written here
+    table_ptr,  # (3 * MAX_BLOCKS + 1,)
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
+    w2_ptr,  # (E, H, I), only to prefetch
     T,
     E_GLOBAL,
     E,
@@ -105,6 +107,7 @@ def _gate_up_kernel(
     stride_al,
     stride_ae,
     stride_ar,
+    stride_w2e,
     H: tl.constexpr,
     N: tl.constexpr,  # 2I
     RANK: tl.constexpr,  # 0: no adapters
@@ -113,7 +116,9 @@ def _gate_up_kernel(
     SPLITS: tl.constexpr,
     SHARED_A: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    DIRECT: tl.constexpr,
+    PREFETCH_BLOCKS: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # 0: rows come from the plan
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,8 +150,15 @@ def _gate_up_kernel(
             )  # fmt: skip
     elif unit < TILES * SPLITS:
         expert, pair, mask_m = block_rows(
-            topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, E_GLOBAL, E, MAX_BLOCKS, BLOCK_M, HAS_MAP, DIRECT
-        )
+            topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, P, E_GLOBAL, E, MAX_BLOCKS,
+            BLOCK_M, BLOCK_P, HAS_MAP,
+        )  # fmt: skip
+        if BLOCK_P > 0:
+            if unit == 0:
+                tl.store(table_ptr + block, expert)
+                tl.store(table_ptr + MAX_BLOCKS + block, block * BLOCK_M)
+                tl.store(table_ptr + 2 * MAX_BLOCKS + block, tl.sum(mask_m.to(tl.int32), 0))
+                tl.store(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M), pair, mask=mask_m)
         if expert >= 0:
             tile = unit % TILES
             split = unit // TILES
@@ -170,3 +182,9 @@ def _gate_up_kernel(
                     lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
                     H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
                 )  # fmt: skip
+            if PREFETCH_BLOCKS > 0:
+                used = MAX_BLOCKS
+                if BLOCK_P == 0:
+                    used = tl.load(table_ptr + 3 * MAX_BLOCKS)
+                if block >= used - PREFETCH_BLOCKS:
+                    prefetch(w2_ptr + expert.to(tl.int64) * stride_w2e, unit, TILES * SPLITS, PREFETCH_BYTES)

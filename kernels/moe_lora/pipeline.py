@@ -26,16 +26,17 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(ptr, BYTES: tl.constexpr):
-    """Ask for ``BYTES`` contiguous bytes (a multiple of 4096) at the 16-byte aligned ``ptr`` to be brought into L2."""
+def prefetch(ptr, share, SHARES: tl.constexpr, BYTES: tl.constexpr):
+    """Ask for one of ``SHARES`` shares of ``BYTES`` (a multiple of 16) at the 16-byte aligned ``ptr`` to come into L2."""
     # L2 is this memory's point of coherence, so an early prefetch can never make a later load read an old value
-    chunk = tl.arange(0, 256)
-    address = ptr.to(tl.int64, bitcast=True) + chunk.to(tl.int64) * (BYTES // 256)
-    size = tl.zeros((256,), tl.int32) + BYTES // 256
+    SHARE: tl.constexpr = (BYTES + SHARES * 16 - 1) // (SHARES * 16) * 16
+    CHUNK: tl.constexpr = (SHARE + 127) // 128 // 16 * 16 + 16
+    offset = share * SHARE + tl.arange(0, 128) * CHUNK
+    size = tl.minimum(CHUNK, tl.minimum(share * SHARE + SHARE, BYTES) - offset)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
-        [address, size],
+        [ptr.to(tl.int64, bitcast=True) + offset.to(tl.int64), size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -77,29 +78,51 @@ def local_expert(topk_ids_ptr, expert_map_ptr, pair, mask, E_GLOBAL, E, HAS_MAP:
 
 
 @triton.jit
-def block_rows(
-    topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, E_GLOBAL, E, MAX_BLOCKS,
-    BLOCK_M: tl.constexpr, HAS_MAP: tl.constexpr, DIRECT: tl.constexpr,
-):  # fmt: skip
-    """Expert, routed pairs and row mask of one block of the plan; the expert is -1 where the block is empty.
+def planned_rows(order_ptr, table_ptr, block, MAX_BLOCKS, BLOCK_M: tl.constexpr):
+    """Expert (-1 where the block is empty), routed pairs and row mask of one block of the plan."""
+    offs_m = tl.arange(0, BLOCK_M)
+    expert = tl.load(table_ptr + block)
+    start = tl.load(table_ptr + MAX_BLOCKS + block)
+    count = tl.load(table_ptr + 2 * MAX_BLOCKS + block)
+    mask_m = offs_m < tl.where(expert >= 0, count, 0)  # an empty block's other entries are never written
+    pair = tl.load(order_ptr + start + offs_m, mask=mask_m, other=0)
+    return expert, pair, mask_m
 
-    With ``DIRECT`` there is no plan: block ``b`` is the routed pair ``b`` alone.
+
+@triton.jit
+def gathered_rows(
+    topk_ids_ptr, expert_map_ptr, block, P, E_GLOBAL, E,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """The same without a plan, for few pairs: block ``b`` is led by routed pair ``b``, unless an earlier pair leads it.
+
+    A pair leads where the number of earlier pairs of its expert is a multiple of BLOCK_M, and takes the next BLOCK_M - 1.
     """
     offs_m = tl.arange(0, BLOCK_M)
-    if DIRECT:
-        expert = tl.load(topk_ids_ptr + block)
-        if HAS_MAP:
-            known = (expert >= 0) & (expert < E_GLOBAL)
-            expert = tl.load(expert_map_ptr + expert, mask=known, other=-1)
-        expert = tl.where((expert >= 0) & (expert < E), expert, -1)
-        mask_m = offs_m < 1
-        pair = tl.where(mask_m, block, 0)
+    offs_p = tl.arange(0, BLOCK_P)
+    experts = local_expert(topk_ids_ptr, expert_map_ptr, offs_p, offs_p < P, E_GLOBAL, E, HAS_MAP)
+    expert = tl.max(tl.where(offs_p == block, experts, -1), 0)
+    same = ((experts == expert) & (expert >= 0)).to(tl.int32)
+    before = tl.sum(tl.where(offs_p < block, same, 0), 0)
+    leads = (expert >= 0) & (before % BLOCK_M == 0)
+    rank = tl.where(same > 0, tl.cumsum(same, 0) - 1 - before, -1)
+    pair = tl.sum(tl.where(rank[None, :] == offs_m[:, None], offs_p[None, :], 0), 1)
+    mask_m = offs_m < tl.where(leads, tl.sum(same, 0) - before, 0)
+    return tl.where(leads, expert, -1), pair, mask_m
+
+
+@triton.jit
+def block_rows(
+    topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, P, E_GLOBAL, E, MAX_BLOCKS,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """Rows of one block: from the plan, or with ``BLOCK_P`` (all pairs, a power of two) without one."""
+    if BLOCK_P > 0:
+        expert, pair, mask_m = gathered_rows(
+            topk_ids_ptr, expert_map_ptr, block, P, E_GLOBAL, E, BLOCK_M, BLOCK_P, HAS_MAP
+        )
     else:
-        expert = tl.load(table_ptr + block)
-        start = tl.load(table_ptr + MAX_BLOCKS + block)
-        count = tl.load(table_ptr + 2 * MAX_BLOCKS + block)
-        mask_m = offs_m < tl.where(expert >= 0, count, 0)  # an empty block's other entries are never written
-        pair = tl.load(order_ptr + start + offs_m, mask=mask_m, other=0)
+        expert, pair, mask_m = planned_rows(order_ptr, table_ptr, block, MAX_BLOCKS, BLOCK_M)
     return expert, pair, mask_m
 
 

@@ -3,10 +3,13 @@
     topk_ids    (P,)             int32  routed experts, P = tokens * top_k; ids out of range or foreign are left out
     expert_map  (E_GLOBAL,)      int32  optional: global expert -> local, -1 for another rank's
     order       (P,)             int32  routed pairs by expert, ascending within each: a stable counting sort
-    table       (3, MAX_BLOCKS)  int32  expert, first row in `order` and number of rows of each block; expert -1 past the last
+    table       (3 * MAX_BLOCKS + 1,)  int32  of each block the expert (-1 past the last), its first row in `order` and its
+                                       number of rows; then the number of blocks in use
 
 Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So the plan
-takes one launch without any exchange between programs, and is the same in every run.
+takes one launch without any exchange between programs, and is the same in every run. For few pairs there is no plan: each
+program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes `table` and `order` for `down`,
+with one block of `order` for each pair.
 """
 
 import torch
@@ -16,17 +19,12 @@ import triton.language as tl
 from beam_moe.kernels.moe_lora.pipeline import let_next_start, local_expert, wait_for_previous
 
 
-def max_blocks(pairs: int, experts: int, block_m: int) -> int:
-    """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
-    return min(pairs, experts + pairs // block_m)
-
-
 @triton.jit(do_not_specialize=["P", "MAX_BLOCKS"])
 def _plan_kernel(
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (P,)
-    table_ptr,  # (3, MAX_BLOCKS)
+    table_ptr,  # (3 * MAX_BLOCKS + 1,)
     P,
     E_GLOBAL,
     E,
@@ -57,6 +55,7 @@ def _plan_kernel(
 
     if program == 0:
         used = tl.sum(blocks, 0)
+        tl.store(table_ptr + 3 * MAX_BLOCKS, used)
         for first in range(used, MAX_BLOCKS, BLOCK_E):
             tl.store(table_ptr + first + offs_e, -1, mask=first + offs_e < MAX_BLOCKS)
 
@@ -93,7 +92,7 @@ def build_plan(
     experts_per_program: int,
     pdl: bool,
 ) -> None:
-    """Launch the plan of ``topk_ids`` (T, K) into ``order`` (T * K,) and ``table`` (3, `max_blocks`), both int32."""
+    """Launch the plan of ``topk_ids`` (T, K) into ``order`` (T * K,) and ``table`` (3 * `max_blocks` + 1,), both int32."""
     pairs = topk_ids.numel()
     extra = {"launch_pdl": True} if pdl else {}
     _plan_kernel[(triton.cdiv(experts, experts_per_program),)](
@@ -104,7 +103,7 @@ def build_plan(
         pairs,
         0 if expert_map is None else expert_map.numel(),
         experts,
-        table.shape[1],
+        table.numel() // 3,
         BLOCK_M=block_m,
         BLOCK_P=min(4096, max(16, triton.next_power_of_2(pairs))),
         BLOCK_E=triton.next_power_of_2(experts + 1),

@@ -9,7 +9,6 @@ import torch
 import triton
 
 from beam_moe.kernels.moe_lora.config import MoEConfig
-from beam_moe.kernels.moe_lora.plan import max_blocks
 
 CHUNK = 4096  # tokens of one pass: beyond it the fp32 rows of `y` would outgrow what they save
 _ALIGN = 256
@@ -43,8 +42,8 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
     pairs = shape.tokens * shape.top_k
     tiles = triton.cdiv(shape.inter, config.act_block_i)
     return [
-        (0 if config.direct else pairs, torch.int32),
-        (0 if config.direct else 3 * max_blocks(pairs, shape.experts, config.block_m), torch.int32),
+        (pairs * config.block_m if config.inline_plan else pairs, torch.int32),
+        (3 * config.blocks(pairs, shape.experts) + 1, torch.int32),
         (config.splits * pairs * 2 * shape.inter, torch.float32),
         (config.splits * pairs * 2 * shape.rank, torch.float32),
         (pairs * shape.inter, None),
@@ -69,7 +68,6 @@ def carve(buffer: torch.Tensor, shape: Shape, config: MoEConfig, dtype: torch.dt
         part_dtype = part_dtype or dtype
         views.append(buffer[first : first + elements * part_dtype.itemsize].view(part_dtype))
         first += _aligned(elements, part_dtype)
-    views[1] = views[1].view(3, -1) if views[1].numel() else views[1]
     return Buffers(*views)
 
 
