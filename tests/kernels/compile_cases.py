@@ -133,7 +133,85 @@ def router():
     module.route(empty(2000, 128, dtype=f32), top_k=8, scoring="softmax")
 
 
-GROUPS = {"router": router}
+def moe_lora():
+    """Every launch form of the fused layer at Beam's share of TP 8, and shapes that no table knows."""
+    from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe
+
+    def bank(slots, experts, rank, hidden, inter, shared=False, one_a=False, dtype=torch.bfloat16):
+        outer = 1 if shared else experts
+        return ExpertLoRA(
+            empty(slots, outer, 1 if one_a else 2, rank, hidden, dtype=dtype),
+            empty(slots, experts, 2, inter, rank, dtype=dtype),
+            empty(slots, experts, rank, inter, dtype=dtype),
+            empty(slots, outer, hidden, rank, dtype=dtype),
+            ranks=torch.full((slots,), rank, dtype=torch.int32, device=CUDA),
+            enabled=torch.ones(slots, dtype=torch.int32, device=CUDA),
+        )
+
+    def layer(tokens, experts, top_k, hidden, inter, lora=None, emap=False, dtype=torch.bfloat16):
+        fused_moe(
+            empty(tokens, hidden, dtype=dtype),
+            empty(experts, 2 * inter, hidden, dtype=dtype),
+            empty(experts, hidden, inter, dtype=dtype),
+            empty(tokens, top_k, dtype=torch.float32),
+            empty(tokens, top_k, dtype=torch.int32),
+            lora=lora,
+            lora_ids=None if lora is None else empty(tokens, dtype=torch.int32),
+            expert_map=empty(4 * experts, dtype=torch.int32) if emap else None,
+        )
+
+    beam = (256, 8, 5120, 320)
+    for tokens in (1, 4, 16, 64, 256, 4096):
+        layer(tokens, *beam)
+        layer(tokens, *beam, lora=bank(4, 256, 32, 5120, 320))
+    for tokens in (16, 256):
+        layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, shared=True))
+        layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, one_a=True), emap=True)
+    layer(16, 7, 3, 200, 72, lora=bank(2, 7, 5, 200, 72, dtype=torch.float16), dtype=torch.float16)
+    layer(16, 16, 2, 512, 128, lora=bank(1, 16, 512, 512, 128))
+
+
+def mxfp8():
+    """Quantisation in each direction, and products at decode, in between and at training size."""
+    from beam_moe.kernels import mxfp8 as q
+    from beam_moe.kernels.mxfp8.decode_block import prepare
+    from beam_moe.kernels.mxfp8.gemm import gemm
+    from beam_moe.kernels.mxfp8.grouped import grouped_gemm, grouped_wgrad
+
+    def i32(*values):
+        return torch.tensor(values, dtype=torch.int32).as_subclass(OnCuda)
+
+    groups = i32(0, 100, 100, 256)
+    x, w = empty(256, 512), empty(384, 512)
+    for options in ({}, {"axis": -2}, {"elem": "e5m2", "rounding": "floor"}, {"swizzle": True}):
+        q.dequantize(q.quantize(x, **options)) if "swizzle" not in options else q.quantize(x, **options)
+    q.quantize_both(x)
+    q.quantize_both(x, offsets=groups)
+    q.silu_mul_quantize(x)
+    row, col = q.quantize(w), q.quantize(w, axis=-2)
+    ready = prepare(q.quantize(w))
+    for rows in (1, 16, 64, 300):
+        for a in (empty(rows, 512), q.quantize(empty(rows, 512))):
+            gemm(a, row)
+            gemm(a, ready)
+        gemm(empty(rows, 384), col.mT)
+    gemm(empty(5, 512, dtype=torch.float16), ready, bias=empty(384))
+    experts, experts_ready = q.quantize(empty(3, 384, 512)), prepare(q.quantize(empty(3, 384, 512)))
+    for rows in (8, 256):
+        for weights in (experts, experts_ready):
+            grouped_gemm(empty(rows, 512), weights, groups)
+        grouped_wgrad(empty(rows, 384), empty(rows, 512), groups)
+    grouped_wgrad(q.quantize(empty(256, 384), axis=-2, offsets=groups), q.quantize(x, axis=-2, offsets=groups), groups)
+
+
+def elementwise():
+    from beam_moe.kernels.silu_mul import silu_mul
+
+    silu_mul(empty(300, 640))
+    silu_mul(empty(3, 34, dtype=torch.float32))
+
+
+GROUPS = {"router": router, "moe_lora": moe_lora, "mxfp8": mxfp8, "elementwise": elementwise}
 
 
 def kernels() -> list[str]:
