@@ -1,0 +1,291 @@
+"""Registration by the real entry point, vLLM's own choice of backends, the traps that the plugin mends or refuses."""
+
+import importlib.metadata
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from beam_moe.integrations import vllm as plugin
+from beam_moe.integrations.vllm import seams
+
+
+def experts_of(runner):
+    return runner.routed_experts.quant_method.moe_kernel.impl.fused_experts
+
+
+# --- registration
+
+
+def test_entry_point_registers_beam_over_vllms_own(harness, tmp_path):
+    """vLLM finds `register` by itself, keeps the class lazy, and learns in its own subprocess that it takes LoRA."""
+    found = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "beam_moe"]
+    assert [e.value for e in found] == ["beam_moe.integrations.vllm:register"]
+    harness.engine_config(harness.write_config(tmp_path / "m"))
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_lora
+    from vllm.models.beam.nvidia.model import BeamForCausalLM as Stock
+
+    entry = ModelRegistry.models["BeamForCausalLM"]
+    assert entry.module_name == "beam_moe.integrations.vllm.model"
+    assert entry.inspect_model_cls().supports_lora and entry.inspect_model_cls().supports_pp
+    assert supports_lora(entry.load_model_cls()) and not supports_lora(Stock), "vLLM's own takes LoRA: retire this seam"
+
+
+def test_register_is_reentrant_and_filtered(harness, monkeypatch):
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.plugins import load_plugins_by_group
+
+    monkeypatch.setattr(plugin, "_done", False)
+    plugin.register()
+    plugin.register()
+    assert ModelRegistry.models["BeamForCausalLM"].module_name == "beam_moe.integrations.vllm.model"
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert "beam_moe" not in load_plugins_by_group("vllm.general_plugins")
+
+
+def test_import_is_light():
+    code = "import sys; from beam_moe.integrations.vllm import seams; seams.check()\n"
+    code += "print(*(m in sys.modules for m in ('torch', 'vllm')))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    "version, served", [("0.32.9", False), ("0.33.0", True), ("0.34.2.dev1", True), ("0.35.0", False)]
+)
+def test_version_window(version, served):
+    assert seams.in_window(version) is served
+
+
+def test_unknown_vllm_keeps_its_own_behaviour(harness, monkeypatch):
+    """One line, no registration, no exception."""
+    from vllm.model_executor.models import ModelRegistry
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vllm.beam_moe")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(plugin, "_done", False)
+    monkeypatch.setattr(seams, "installed_version", lambda: "0.36.1")
+    monkeypatch.setattr(ModelRegistry, "models", {})
+    plugin.register()
+    plugin.register()
+    assert ModelRegistry.models == {}
+    assert len(lines) == 1 and "0.36.1 is outside 0.33 <= version < 0.35" in lines[0]
+
+
+def test_changed_signatures_are_noticed(tmp_path):
+    """Every seam fits the installed vLLM; a renamed parameter, a lost method and a lost file do not."""
+    assert seams.check() == []
+    seam = next(s for s in seams.SEAMS if s.symbol == "TritonExperts.apply")
+    file = tmp_path / seam.file
+    assert "does not exist" in seams.problem(seam, tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text("class TritonExperts:\n    def forward(self): ...\n")
+    assert "has no TritonExperts.apply" in seams.problem(seam, tmp_path)
+    file.write_text(f"class TritonExperts:\n    def apply({', '.join(seam.parameters)}, more): ...\n")
+    assert "expected" in seams.problem(seam, tmp_path)
+    file.write_text(f"class TritonExperts:\n    def apply({', '.join(seam.parameters)}): ...\n")
+    assert seams.problem(seam, tmp_path) is None
+
+
+def test_every_seam_says_why_and_until_when():
+    assert all(
+        s.why and s.until and s.kind in {"registry", "subclass", "attribute", "wrap", "read"} for s in seams.SEAMS
+    )
+
+
+# --- backends
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_hopper_selection_gets_our_experts(harness, tmp_path, lora):
+    """With and without LoRA, on vLLM's real selection; the routed scaling moves from the runner into the experts."""
+    with harness.built(harness.engine_config(harness.write_config(tmp_path / "m"), lora=lora)) as (model, _):
+        assert len(model.moe_layers) == 2
+        for runner in model.moe_layers:
+            assert type(experts_of(runner)).__name__ == "BeamTritonExperts" and experts_of(runner).reason is None
+            assert (runner.routed_scaling_factor, experts_of(runner).routed_scaling) == (1.0, 2.5)
+            assert (experts_of(runner).bank is not None) == lora
+
+
+def test_mxfp8_selection(harness, tmp_path, monkeypatch):
+    """Online MXFP8: our experts on the plain layout, which vLLM would repack for its own kernel."""
+    # the linear layers' repacking is compiled code that is not here
+    monkeypatch.setenv(
+        "VLLM_DISABLED_KERNELS", "HummingMxfp8LinearKernel,MarlinMxfp8LinearKernel,TorchMxFp8LinearKernel"
+    )
+    path = harness.write_config(tmp_path / "m")
+    config = harness.engine_config(path, quantization="mxfp8", dtype="bfloat16")
+    with harness.built(config) as (model, _):
+        layer, experts = model.moe_layers[0].routed_experts, experts_of(model.moe_layers[0])
+        assert type(experts).__name__ == "BeamMxfp8Experts" and experts.reason is None and experts.bank is not None
+        assert layer.w13_weight.shape == (harness.E, 2 * harness.I, harness.H)
+        assert layer.w13_weight.dtype == torch.float8_e4m3fn
+        w13, w2 = experts._weights(layer.w13_weight, layer.w2_weight)
+        assert w13.scale.shape == (harness.E, 2 * harness.I, harness.H // 32) and w13.scale.dtype == torch.uint8
+        assert w2.scale.shape == (harness.E, harness.H, harness.I // 32)
+
+
+def test_plugin_can_be_told_to_leave_the_experts(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("BEAM_MOE_VLLM", "0")
+    with harness.built(harness.engine_config(harness.write_config(tmp_path / "m"))) as (model, _):
+        assert type(experts_of(model.moe_layers[0])).__name__ == "TritonExperts"
+        assert model.moe_layers[0].routed_scaling_factor == 2.5
+
+
+def test_a_backend_that_is_not_ours_is_named(harness, tmp_path, monkeypatch):
+    """vLLM's choice of another experts class is kept and reported; BEAM_MOE_STRICT makes it an error."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    from beam_moe.integrations.vllm import experts, metrics
+
+    class Another(TritonExperts):
+        pass
+
+    monkeypatch.setattr(experts, "TritonExperts", Another)
+    config = harness.engine_config(harness.write_config(tmp_path / "m"), lora=False)
+    with harness.built(config) as (model, _):
+        assert type(experts_of(model.moe_layers[0])).__name__ == "TritonExperts"
+        assert model.moe_layers[0].routed_scaling_factor == 2.5
+    assert metrics.calls[metrics.FALLBACK, "vLLM chose TritonExperts (UnquantizedFusedMoEMethod)"] >= 2
+    monkeypatch.setenv("BEAM_MOE_STRICT", "1")
+    config = harness.engine_config(harness.write_config(tmp_path / "m"), lora=False)
+    with pytest.raises(RuntimeError, match="BEAM_MOE_STRICT"), harness.built(config):
+        pass
+
+
+# --- traps
+
+
+def test_fully_sharded_loras_is_refused(harness, tmp_path, monkeypatch):
+    """vLLM would leave the merged attention projection unwrapped, with a warning."""
+    from beam_moe.integrations.vllm import model as ours
+
+    config = harness.engine_config(harness.write_config(tmp_path / "m"), fully_sharded_loras=True)
+    with pytest.raises(ValueError, match="fully_sharded_loras"), harness.built(config):
+        pass
+    monkeypatch.setattr(ours, "refuse", lambda lora_config: None)
+    with harness.built(config) as (model, _):
+        assert not hasattr(model.model.layers[0].self_attn.qkv_gate_proj, "lora_b_stacked"), "vLLM wraps it: allow it"
+
+
+def test_specialize_active_lora_is_refused(harness, tmp_path):
+    """A batch of adapter and bare rows is dispatched by its adapters alone, but -1 counts in the kernels' grids."""
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+    config = harness.engine_config(harness.write_config(tmp_path / "m"), specialize_active_lora=True)
+    with pytest.raises(ValueError, match="specialize_active_lora"), harness.built(config):
+        pass
+    meta = LoRAKernelMeta.make(2, 8, "cpu", [1, 2, 3])
+    meta.prepare_tensors(torch.tensor([-1, 0]))
+    # the graph of one adapter launches a grid of 1: it visits -1 and never adapter 0
+    assert meta.active_lora_ids[0] == -1 and int(meta.num_active_loras_cpu) == 2
+
+
+def test_router_adapter_is_refused_by_name(harness, tmp_path, monkeypatch):
+    from beam_moe.integrations.vllm import adapters
+
+    path = harness.write_adapter(tmp_path / "a", "per_expert", router=True)
+    with harness.built(harness.engine_config(harness.write_config(tmp_path / "m"))) as (model, manager):
+        with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.gate is a router"):
+            manager.add_adapter(harness.request(path))
+        assert not manager.list_adapters()
+        monkeypatch.setattr(adapters, "refuse_router", lambda lora_model: None)
+        manager.add_adapter(harness.request(path))
+        block = model.model.layers[2].mlp
+        assert block.experts.base_layer.gate is not block.gate, "vLLM applies it: accept router adapters"
+
+
+def test_low_latency_projection_stays_off_under_lora(harness, tmp_path, monkeypatch):
+    """On a GPU where vLLM would read the raw attention weight past its LoRA wrapper."""
+    from vllm.models.beam.nvidia.attention import BeamAttention
+
+    def warm(self):
+        self.low_latency_projection = True
+
+    monkeypatch.setattr(BeamAttention, "warmup_projection", warm)
+    path = harness.write_config(tmp_path / "m")
+    for lora in (True, False):
+        with harness.built(harness.engine_config(path, lora=lora)) as (model, _):
+            model.process_weights_after_loading()
+            assert model.model.layers[0].self_attn.low_latency_projection is not lora
+
+
+def test_unused_tensors_are_named(harness, tmp_path):
+    """An adapter for layers the model does not have would serve the base model in silence."""
+    from safetensors.torch import load_file, save_file
+
+    path = harness.write_adapter(tmp_path / "a", "none")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    extra = {
+        k.replace("layers.0.", "layers.44."): v.clone() for k, v in tensors.items() if "layers.0.self_attn.o_proj" in k
+    }
+    save_file({**tensors, **extra}, file)
+    with harness.built(harness.engine_config(harness.write_config(tmp_path / "m"))) as (_, manager):
+        with pytest.raises(ValueError, match=r"no layer takes its model\.layers\.44\.self_attn\.o_proj"):
+            manager.add_adapter(harness.request(path))
+
+
+@pytest.mark.parametrize("only", [("down",), ("gate", "up"), ("up",)])
+def test_projections_an_adapter_leaves_out_are_zero(harness, tmp_path, only):
+    """vLLM asserts on the missing ones."""
+    path = harness.write_adapter(tmp_path / "a", "per_expert", only=only)
+    with harness.built(harness.engine_config(harness.write_config(tmp_path / "m"))) as (model, manager):
+        manager.add_adapter(harness.request(path))
+        stacks, want = harness.experts_stacks(model, 2, 0), harness.expected_stacks(2, 1, 0, False)
+        for name, w in {"gate": "w1", "down": "w2", "up": "w3"}.items():
+            b = stacks[f"{w}.b"]
+            if name in only:
+                assert harness.largest_difference({f"{w}.b": b}, {f"{w}.b": want[f"{w}.b"]}) < 2e-3
+            else:
+                assert not bool(b.any())
+
+
+def test_per_expert_outer_factors_in_a_shared_engine(harness, tmp_path):
+    """Refused where they differ; taken where every expert has the same, as some exporters repeat them."""
+    from safetensors.torch import load_file, save_file
+
+    path = harness.write_adapter(tmp_path / "a", "per_expert")
+    config = harness.engine_config(harness.write_config(tmp_path / "m"), enable_moe_shared_loras=True)
+    with harness.built(config) as (model, manager):
+        with pytest.raises(ValueError, match="enable_moe_shared_loras"):
+            manager.add_adapter(harness.request(path))
+        file = tmp_path / "a" / "adapter_model.safetensors"
+        tensors = load_file(file)
+        for key in list(tensors):
+            outer = "gate_proj.lora_A" in key or "up_proj.lora_A" in key or "down_proj.lora_B" in key
+            if ".experts." in key and outer:
+                head, tail = key.split(".experts.")
+                tensors[key] = tensors[f"{head}.experts.0.{tail.split('.', 1)[1]}"].clone()
+        save_file(tensors, file)
+        manager.add_adapter(harness.request(path))
+        assert (
+            harness.largest_difference(harness.experts_stacks(model, 2, 0), harness.expected_stacks(2, 1, 0, True))
+            < 2e-3
+        )
+
+
+def test_sizes_that_warm_up_compiles(harness, tmp_path, monkeypatch):
+    """Warm-up is registered with vLLM and runs every bucket with three divisibilities, with adapters and without."""
+    from beam_moe.integrations.vllm import experts
+
+    config = harness.engine_config(harness.write_config(tmp_path / "m"))
+    with harness.built(config) as (model, manager):
+        warmup = experts.ExpertsWarmup(model, model.moe_layers, config.scheduler_config.max_num_batched_tokens)
+        keys = warmup.get_warmup_keys()
+        assert {n % 16 for n, _ in keys if n > 16} >= {0, 1, 2} and max(keys)[0] == 64 and len(keys) == len(set(keys))
+        assert {lora for _, lora in keys} == {False, True}
+        assert len(warmup._distinct()) >= 1
+        seen = []
+        monkeypatch.setattr(
+            experts, "fused_moe", lambda x, *a, lora, lora_ids, **k: seen.append((len(x), lora is not None))
+        )
+        for key in keys[:6]:
+            warmup.compile(key)
+        assert set(seen) == set(keys[:6]) and manager._adapter_manager._last_mapping is None
