@@ -29,6 +29,7 @@ from beam_moe.kernels.mxfp8.format import (
     swizzled_size,
     unswizzle_scales,
 )
+from beam_moe.kernels.tuning import lookup
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,36 +43,45 @@ class QuantizeConfig:
     num_warps: int
 
 
-# What a program writes decides its best shape: columnwise maxima want the 32 rows of a block in few threads.
+OP = "mxfp8_quantize"  # of the tuned table; its shapes are {"what": a key of CONFIGS, "bytes": of a dense element}
+
+# Where no table serves. What a program writes decides its best shape: columnwise maxima want the 32 rows of a block in
+# few threads. Names beginning with "fake" write dense values in one direction at least.
 CONFIGS = {
     "rowwise": QuantizeConfig(32, 256, 4),
-    "columnwise": QuantizeConfig(32, 128, 2),
-    "both": QuantizeConfig(32, 128, 2),
-    "silu_mul": QuantizeConfig(32, 128, 4),
+    "columnwise": QuantizeConfig(32, 256, 4),
+    "both": QuantizeConfig(32, 256, 4),
+    "fake_rowwise": QuantizeConfig(32, 256, 4),
+    "fake_columnwise": QuantizeConfig(32, 256, 4),
+    "fake_both": QuantizeConfig(32, 256, 4),
+    "silu_mul": QuantizeConfig(32, 256, 4),
     "silu_mul_backward": QuantizeConfig(32, 128, 4),
     "dequantize": QuantizeConfig(32, 256, 4),
-}
-ALTERNATIVES = {
-    "rowwise": [
-        QuantizeConfig(m, n, w)
-        for m, n, w in ((8, 512, 4), (16, 256, 4), (32, 128, 4), (32, 256, 8), (16, 512, 8), (32, 128, 2), (64, 128, 4))
-    ],
-    "columnwise": [
-        QuantizeConfig(m, n, w)
-        for m, n, w in ((32, 128, 1), (32, 256, 2), (32, 256, 4), (64, 128, 4), (32, 128, 4), (32, 64, 1), (64, 256, 8))
-    ],
-    "both": [
-        QuantizeConfig(m, n, w)
-        for m, n, w in ((32, 128, 1), (32, 256, 2), (32, 256, 4), (64, 128, 4), (32, 128, 4), (32, 64, 1), (64, 256, 8))
-    ],
-    "silu_mul": [QuantizeConfig(m, n, w) for m, n, w in ((32, 64, 2), (32, 128, 2), (32, 256, 8), (64, 64, 4))],
-    "silu_mul_backward": [
-        QuantizeConfig(m, n, w) for m, n, w in ((32, 64, 2), (32, 64, 4), (32, 128, 8), (32, 256, 8))
-    ],
-    "dequantize": [QuantizeConfig(m, n, w) for m, n, w in ((8, 512, 4), (16, 256, 4), (32, 128, 4), (64, 256, 8))],
+    "dequantize_columnwise": QuantizeConfig(32, 256, 4),
 }
 
+
+def alternatives(what: str) -> list[QuantizeConfig]:
+    """Configurations of one of CONFIGS worth timing, besides the one there."""
+    if what in ("rowwise", "fake_rowwise", "dequantize"):
+        shapes = [(4, 1024, 4), (8, 512, 4), (16, 256, 2), (16, 256, 4), (16, 512, 8), (32, 128, 1), (32, 128, 2)]
+        shapes += [(32, 128, 4), (32, 256, 8), (64, 128, 4)]
+    elif what == "dequantize_columnwise":
+        shapes = [(32, 128, 2), (32, 128, 4), (32, 256, 8), (32, 512, 8), (64, 256, 8)]
+    else:
+        shapes = [(32, 64, 1), (32, 64, 2), (32, 128, 1), (32, 128, 2), (32, 128, 4), (32, 256, 2), (32, 256, 8)]
+        shapes += [(32, 512, 4), (32, 512, 8), (64, 128, 4), (64, 256, 8)]
+    return [config for config in (QuantizeConfig(*shape) for shape in shapes) if config != CONFIGS[what]]
+
+
+def pick(what: str, x: torch.Tensor, rows: int) -> QuantizeConfig:
+    """The tuned configuration for this device, else that of CONFIGS."""
+    found = lookup(x.device, OP, rows, what=what, bytes=x.element_size()) if x.is_cuda else None
+    return CONFIGS[what] if found is None else QuantizeConfig(**found)
+
+
 _PLAIN, _SILU_MUL, _SILU_MUL_BACKWARD = 0, 1, 2  # what the tile is made from
+_SOURCES = {_SILU_MUL: "silu_mul", _SILU_MUL_BACKWARD: "silu_mul_backward"}
 _NONE, _CODES, _VALUES = 0, 1, 2  # what is written in one direction
 
 
@@ -528,7 +538,7 @@ def _run(
     source: int = _PLAIN,
     dh: torch.Tensor | None = None,
     out: MXFP8Tensor | None = None,
-    config: QuantizeConfig,
+    config: QuantizeConfig | None,
 ) -> tuple[MXFP8Tensor | torch.Tensor | None, MXFP8Tensor | torch.Tensor | None]:
     """Allocate, launch once, wrap. ``row`` and ``col``: None for not wanted, uint8 for MXFP8, else a dense dtype."""
     x3 = _matrices(op, "x", x)
@@ -559,6 +569,11 @@ def _run(
         return _NONE if dtype is None else _CODES if dtype == torch.uint8 else _VALUES
 
     if batch and cols and (rows or offsets is not None):
+        if config is None:
+            what = "rowwise" if col is None else "columnwise" if row is None else "both"
+            dense = any(dtype not in (None, torch.uint8) for dtype in (row, col))
+            what = ("fake_" if dense else "") + what if source == _PLAIN else _SOURCES[source]
+            config = pick(what, x, rows)
         block_m = config.block_m
         if col is None:
             block_m = min(block_m, triton.next_power_of_2(rows))
@@ -662,7 +677,6 @@ def _single(op, x, axis, elem, rounding, swizzle, offsets, out, config) -> MXFP8
             f"{op}: out must be contiguous, got strides {out.data.stride()} and {out.scale.stride()}",
         )
     row, col = (torch.uint8, None) if axis == -1 else (None, torch.uint8)
-    config = config or CONFIGS["rowwise" if axis == -1 else "columnwise"]
     made = _run(
         op, x, row=row, col=col, elem=elem, rounding=rounding, offsets=offsets, swizzle=swizzle, out=out, config=config
     )
@@ -710,7 +724,7 @@ def quantize_both(
     _check_dtypes(op, row_dtype=row_dtype, col_dtype=col_dtype)
     _require(offsets is None or not swizzle, f"{op}: swizzled scales of grouped rows have no defined layout")
     row, col = row_dtype or torch.uint8, col_dtype or torch.uint8
-    kwargs = {"elem": elem, "rounding": rounding, "swizzle": swizzle, "config": config or CONFIGS["both"]}
+    kwargs = {"elem": elem, "rounding": rounding, "swizzle": swizzle, "config": config}
     # of a transposed view the columns are the rows of what lies in memory; a short block along them is not needed there
     if offsets is None and _lies_transposed(x) and x.shape[-2] % BLOCK == 0:
         turned_row, turned_col = _run(op, x.mT, row=col, col=row, **kwargs)
@@ -754,7 +768,6 @@ def fake_quantize(
         _check_blocks(op, "the last dimension of x", x.shape[-1])
     turn = offsets is None and _lies_transposed(x)
     memory_axis = -3 - axis if turn else axis
-    config = config or CONFIGS["rowwise" if memory_axis == -1 else "columnwise"]
     row, col = (dtype, None) if memory_axis == -1 else (None, dtype)
     source = x.mT if turn else x
     made = _run(op, source, row=row, col=col, elem=elem, rounding=rounding, offsets=offsets, config=config)
@@ -824,7 +837,7 @@ def silu_mul_quantize(
         offsets=offsets,
         swizzle=swizzle,
         source=_SILU_MUL,
-        config=config or CONFIGS["silu_mul"],
+        config=config,
     )
     return _pick(axis, made)
 
@@ -874,7 +887,7 @@ def silu_mul_backward_quantize(
         offsets=offsets,
         source=_SILU_MUL_BACKWARD,
         dh=dh,
-        config=config or CONFIGS["silu_mul_backward"],
+        config=config,
     )
     return _pick(axis, made)
 
@@ -918,7 +931,7 @@ def dequantize(
         _matrices(op, name, part) for name, part in (("data", t.data), ("scale", scale), ("out", out))
     )
     batch, rows, cols = code.shape
-    config = config or CONFIGS["dequantize"]
+    config = config or pick("dequantize" if t.axis == -1 else "dequantize_columnwise", out, rows)
     _check_grouping(op, t.offsets, t.data)
     tiles_m, tiles_n = _grid(rows, cols, config, t.offsets, False)
     if batch * rows * cols:
