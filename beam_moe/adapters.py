@@ -57,6 +57,7 @@ LAYER = re.compile(r"(?:.*?\.)?layers\.(\d+)\.(.+)")
 BLOCK = r"(?:mlp|block_sparse_moe|feed_forward|moe|ffn)"
 EXPERTS = re.compile(BLOCK + r"\.experts(?:\.(.+))?")
 INDEXED = re.compile(r"(\d+)\.(\w+)")
+COMMON = re.compile(r"(?:.*?\.)?layers\.(\d+)\." + BLOCK + r"\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight")
 
 # Modules beside the routed experts that a LoRA may be on, by their path inside a layer or at the top.
 ATTENTION_BLOCK = re.compile(r"(?:self_attn|attention|attn|linear_attn)\.(?:indexer\.)?(\w+)")
@@ -146,6 +147,7 @@ class _Peft:
         self.ranks = self._pattern("rank_pattern", whole=True)
         self.alphas = self._pattern("alpha_pattern")
         self.transposed = self._transposed()
+        self._known: dict[str, tuple[int, float]] = {}
         self.uniform = not self.raw.get("rank_pattern") and not self.raw.get("alpha_pattern")
 
     @staticmethod
@@ -171,14 +173,21 @@ class _Peft:
 
     def expected_rank(self, module: str) -> int | None:
         """r of a module by name; None for bare tensors, whose shapes are all there is."""
-        return self.ranks.get(module, self.r) if self.given else None
+        return self._of(module)[0] if self.given else None
 
     def scale(self, module: str) -> float:
         """alpha / r, or alpha / sqrt(r) with rsLoRA, of a module by name; 1 for bare tensors."""
         if not self.given:
             return 1.0
-        r = self.ranks.get(module, self.r)
-        return self.alphas.get(module, self.alpha) / (math.sqrt(r) if self.rslora else r)
+        return self._of(module)[1]
+
+    def _of(self, module: str) -> tuple[int, float]:
+        """(r, scale), remembered: a module is asked for with its A, its B and its scale."""
+        if module not in self._known:
+            r = self.ranks.get(module, self.r)
+            scale = self.alphas.get(module, self.alpha) / (math.sqrt(r) if self.rslora else r)
+            self._known[module] = (r, scale)
+        return self._known[module]
 
 
 class _Patterns:
@@ -235,9 +244,18 @@ def _strip(module: str) -> str:
 
 
 def _sort_keys(keys: Iterable[str], config: BeamMoEConfig) -> _Names:
-    names, adapter_names = _Names(), set()
+    names = _Names()
+    adapter_names: set[str | None] = set()
     own = re.compile(re.escape(config.experts_path.partition("{layer}.")[2]) + r"(?:\.(.+))?")
+    count, sparse, e_count = config.num_layers, config.sparse, config.num_experts
     for key in keys:
+        m = COMMON.fullmatch(key)
+        if m is not None:  # nearly all of a large adapter's names: one match instead of four
+            layer, expert = int(m[1]), int(m[2])
+            if layer < count and sparse[layer] and expert < e_count and m[3] in PROJECTIONS:
+                _put(names.experts.setdefault(layer, {}).setdefault((PROJECTIONS[m[3]], m[4]), {}), expert, key)
+                adapter_names.add(None)
+                continue
         m = KEY.fullmatch(key)
         if m is None:
             _fail(f"no module of the model consumes {key!r}")
@@ -262,15 +280,15 @@ def _sort_keys(keys: Iterable[str], config: BeamMoEConfig) -> _Names:
             _put(names.other.setdefault(module, {}), side, key)
             continue
         layer, rest = int(in_layer[1]), in_layer[2]
-        if layer >= config.num_layers:
-            _fail(f"layers must be in 0..{config.num_layers - 1}, got {key!r}")
+        if layer >= count:
+            _fail(f"layers must be in 0..{count - 1}, got {key!r}")
         inside = own.fullmatch(rest) or EXPERTS.fullmatch(rest)
         if inside is None:
-            if not _is_other(rest, config.sparse[layer], config):
+            if not _is_other(rest, sparse[layer], config):
                 _fail(f"no module of the model consumes {key!r}")
             _put(names.other.setdefault(module, {}), side, key)
             continue
-        if not config.sparse[layer]:
+        if not sparse[layer]:
             _fail(f"layer {layer} is dense, no module consumes {key!r}")
         which, expert = _expert_module(inside[1], key, config)
         _put(names.experts.setdefault(layer, {}).setdefault((which, side), {}), expert, key)
@@ -814,6 +832,11 @@ class _Writer:
                 self.put(base, a2.reshape(e * r, -1), b2.permute(1, 2, 0).reshape(-1, r * e))
                 self.ranks[layer, "down_proj"] = r
 
+    def unnest(self) -> None:
+        """Name a lone gate_up as PEFT does: its wrapper is the innermost of two only where down has one as well."""
+        if self.layout == "fused_3d" and not any(tail == "down_proj" for _, tail in self.ranks):
+            self.tensors = {key.replace(".base_layer.lora_", ".lora_"): t for key, t in self.tensors.items()}
+
     def rank_pattern(self) -> tuple[int, dict[str, int]]:
         """The commonest live rank and patterns for modules that differ: one for all layers where they agree."""
         if not self.ranks:
@@ -881,6 +904,7 @@ def export_adapter(
     if not writer.tensors and not given.other:
         raise ValueError(f"export_adapter: slot {slot} must hold an adapter, got {len(given.experts)} empty banks")
 
+    writer.unnest()
     rank, rank_pattern = writer.rank_pattern()
     alpha_pattern: dict[str, float] = dict(rank_pattern)
     modules = set(names) if writer.tensors and layout == "per_expert" else set()

@@ -773,6 +773,9 @@ def test_the_written_configuration_is_what_peft_reads(tmp_path):
     assert c["rank_pattern"] == c["alpha_pattern"] == {r"mlp\.experts\.gate_up_proj": 2 * R} and c["r"] == R
     keys = set(adapters._read(tmp_path)[0])
     assert keys == {f"{P}1.mlp.experts{m}.lora_{s}.weight" for m in ("", ".base_layer") for s in "AB"}
+    gate_up = load_adapter(per_expert(names=("gate_proj", "up_proj")), CONFIG).experts
+    keys = set(adapters._read(export_adapter(gate_up, tmp_path, "fused_3d"))[0])
+    assert keys == {f"{P}{n}.mlp.experts.lora_{s}.weight" for n in (1, 2) for s in "AB"}  # PEFT nests only two
 
 
 def test_a_progress_bar_changes_nothing(monkeypatch, capsys):
