@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -175,7 +176,7 @@ def mxfp8():
     """Quantisation in each direction, and products at decode, in between and at training size."""
     from beam_moe.kernels import mxfp8 as q
     from beam_moe.kernels.mxfp8.decode_block import prepare
-    from beam_moe.kernels.mxfp8.gemm import gemm
+    from beam_moe.kernels.mxfp8.gemm import GemmConfig, gemm
     from beam_moe.kernels.mxfp8.grouped import grouped_gemm, grouped_wgrad
 
     def i32(*values):
@@ -201,7 +202,18 @@ def mxfp8():
         for weights in (experts, experts_ready):
             grouped_gemm(empty(rows, 512), weights, groups)
         grouped_wgrad(empty(rows, 384), empty(rows, 512), groups)
+    grouped_gemm(empty(256, 512), experts, groups, config=GemmConfig("dequantize"))
+    grouped_gemm(empty(256, 384), q.quantize(empty(3, 384, 512), axis=-2).mT, groups)
     grouped_wgrad(q.quantize(empty(256, 384), axis=-2, offsets=groups), q.quantize(x, axis=-2, offsets=groups), groups)
+
+
+def mxfp8_native():
+    """Products of two MXFP8 operands, for GPUs that scale blocks themselves (architecture 100)."""
+    from beam_moe.kernels import mxfp8 as q
+    from beam_moe.kernels.mxfp8.gemm import gemm
+
+    for rows in (16, 256):
+        gemm(q.quantize(empty(rows, 512)), q.quantize(empty(384, 512)))
 
 
 def elementwise():
@@ -211,7 +223,13 @@ def elementwise():
     silu_mul(empty(3, 34, dtype=torch.float32))
 
 
-GROUPS = {"router": router, "moe_lora": moe_lora, "mxfp8": mxfp8, "elementwise": elementwise}
+GROUPS = {
+    "router": router,
+    "moe_lora": moe_lora,
+    "mxfp8": mxfp8,
+    "mxfp8_native": mxfp8_native,
+    "elementwise": elementwise,
+}
 
 
 def kernels() -> list[str]:
@@ -242,10 +260,10 @@ def main() -> int:
         for name, kernel, seconds in compiled:
             ptx = kernel.asm["ptx"]
             target = next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target"))
-            row = {"group": group, "kernel": name, "target": target, "shared": kernel.metadata.shared}
+            products = sorted(set(re.findall(r"tcgen05\.mma[\w.:]*|wgmma\.mma_async|mma\.sync", ptx)))
+            row = {"group": group, "kernel": name, "target": target, "shared": kernel.metadata.shared, "mma": products}
             print(json.dumps({**row, "seconds": round(seconds, 2)}))
-    if not sys.argv[2:]:
-        print(json.dumps({"triton": triton.__version__, "kernels": kernels()}))
+    print(json.dumps({"triton": triton.__version__, "kernels": kernels()}))
     return failed
 
 
