@@ -41,7 +41,7 @@ class MoEConfig:
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
-    prefetch: int = 0  # last blocks whose W2 is asked into L2 while the first product ends; `down` starts with them
+    prefetch: int = 0  # programs of `down` that bring their first tile into L2 before they may read h
 
     @classmethod
     def pick(cls, device: torch.device, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
@@ -113,7 +113,7 @@ CHOICES = {
     "combine_block_h": (128, 256, 512, 1024),
     "combine_block_t": (1, 2, 4),
     "combine_warps": (2, 4, 8),
-    "prefetch": (0, 4, 8, 12, 16),
+    "prefetch": (0, 132, 264, 528),
 }
 
 

@@ -3,7 +3,8 @@
     w2  (E, H, I)       as x     h  (P, I)  as x     s  (TILES, P, R)  fp32, planes added in their order
     b2  (L, E, H, R)    as x     y  (P, H)  fp32
 
-Where B2 is shared over experts, `combine` applies it once a token instead.
+Where B2 is shared over experts, `combine` applies it once a token instead. The first
+programs start while the first product ends: until they may read h, their tiles of W2 are brought into L2.
 """
 
 import triton
@@ -16,7 +17,9 @@ from beam_moe.kernels.moe_lora.pipeline import (
     let_next_start,
     live_rank,
     load_ranks,
+    local_expert,
     planned_rows,
+    prefetch,
     wait_for_previous,
 )
 
@@ -38,12 +41,16 @@ def _down_kernel(
     s_ptr,  # (TILES, P, R)
     b2_ptr,  # (L, E, H, R)
     y_ptr,  # (P, H)
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (P,)
     table_ptr,  # (3 * MAX_BLOCKS + 1,)
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
     T,
+    E_GLOBAL,
+    E,
     SLOTS,
     MAX_BLOCKS,
     stride_we,
@@ -57,6 +64,9 @@ def _down_kernel(
     TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
+    HAS_MAP: tl.constexpr,
+    INLINE_PLAN: tl.constexpr,
+    PREFETCH: tl.constexpr,  # programs that prefetch; 0 for none
     TILES_PER_PROGRAM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,13 +75,24 @@ def _down_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), last blocks first."""
+    """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS)."""
     # one loop over (row tile, share of I): the loads of a tile are under way while the one before it is finished
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     EVEN_N: tl.constexpr = H % (BLOCK_N * TILES_PER_PROGRAM) == 0
     first_tile = tl.program_id(0) * TILES_PER_PROGRAM
-    block = MAX_BLOCKS - 1 - tl.program_id(1)
+    block = tl.program_id(1)
+    if PREFETCH > 0:
+        if (block * tl.num_programs(0) + tl.program_id(0) < PREFETCH) & (first_tile * BLOCK_N + BLOCK_N <= H):
+            if INLINE_PLAN:  # whether or not pair `block` leads its block, some program needs this expert's rows
+                soon = local_expert(topk_ids_ptr, expert_map_ptr, block, block < T * TOP_K, E_GLOBAL, E, HAS_MAP)
+            else:
+                soon = tl.load(table_ptr + block)
+            if soon >= 0:
+                w_tile = w2_ptr + soon.to(tl.int64) * stride_we + (first_tile * BLOCK_N).to(tl.int64) * I
+                prefetch(w_tile, BLOCK_N * I * (w2_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    if INLINE_PLAN:  # there `gate_up` wrote the table
+        wait_for_previous(PDL)
     expert, pair, mask_m = planned_rows(order_ptr, table_ptr, block, MAX_BLOCKS, BLOCK_M)
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
@@ -88,7 +109,8 @@ def _down_kernel(
         mine_0 = (slot_m == first_slot) & (live_0 > 0)
         b_0 = b2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + e * stride_be
 
-    wait_for_previous(PDL)
+    if not INLINE_PLAN:
+        wait_for_previous(PDL)
     let_next_start(PDL)
     if expert >= 0:
         if RANK > 0:

@@ -179,13 +179,11 @@ def _run(
         grid = (max(w_tiles, a_tiles) * cfg.splits, blocks + triton.cdiv(tokens, cfg.block_m))
     else:
         grid = ((w_tiles + a_tiles) * cfg.splits, blocks)
-    prefetch = cfg.prefetch if pdl and _bulk_prefetchable(w2) else 0
     _gate_up_kernel[grid](
-        x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled, w2,
+        x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks, up_a_offset,
-        x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2], w2.stride(0),
+        x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2],
         H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
-        PREFETCH_BLOCKS=prefetch, PREFETCH_BYTES=hidden * inter * w2.element_size() if prefetch else 0,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
         num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common,
     )  # fmt: skip
@@ -197,11 +195,13 @@ def _run(
         BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
         HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
     )  # fmt: skip
+    prefetch = cfg.prefetch if pdl and _bulk_prefetchable(w2) else 0
     _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), blocks)](
-        buffers.h, w2, s, w2_b, buffers.y, order, table, ids, ranks, enabled,
-        tokens, slots, blocks,
+        buffers.h, w2, s, w2_b, buffers.y, topk_ids, emap, order, table, ids, ranks, enabled,
+        tokens, e_global, experts, slots, blocks,
         w2.stride(0), w2.stride(1), b2_strides[0], b2_strides[1], b2_strides[2],
-        H=hidden, I=inter, RANK=0 if shared_b else rank, TILES=tiles, MORE=more, TILES_PER_PROGRAM=cfg.down_tiles,
+        H=hidden, I=inter, RANK=0 if shared_b else rank, TILES=tiles, MORE=more, HAS_MAP=has_map,
+        INLINE_PLAN=cfg.inline_plan, PREFETCH=prefetch, TILES_PER_PROGRAM=cfg.down_tiles,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
         num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common,
     )  # fmt: skip
@@ -217,10 +217,9 @@ def _run(
 
 
 def _bulk_prefetchable(w: torch.Tensor) -> bool:
-    """Whether one expert's W2 is contiguous, 16-byte aligned and of a multiple of 16 bytes."""
-    size, stride = w.element_size(), w.stride(0)
-    expert = w.shape[1] * w.shape[2] * size
-    return not (w.stride(1) != w.shape[2] or w.data_ptr() % 16 or stride * size % 16 or expert % 16)
+    """Whether an expert's rows of W2 are contiguous, 16-byte aligned and of a multiple of 16 bytes."""
+    size = w.element_size()
+    return not (w.stride(1) != w.shape[2] or w.data_ptr() % 16 or w.stride(0) * size % 16 or w.shape[2] * size % 16)
 
 
 def fused_moe(

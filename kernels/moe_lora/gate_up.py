@@ -21,7 +21,6 @@ from beam_moe.kernels.moe_lora.pipeline import (
     dot,
     let_next_start,
     live_rank,
-    prefetch,
     wait_for_previous,
 )
 
@@ -94,7 +93,6 @@ def _gate_up_kernel(
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
-    w2_ptr,  # (E, H, I), only to prefetch
     T,
     E_GLOBAL,
     E,
@@ -107,7 +105,6 @@ def _gate_up_kernel(
     stride_al,
     stride_ae,
     stride_ar,
-    stride_w2e,
     H: tl.constexpr,
     N: tl.constexpr,  # 2I
     RANK: tl.constexpr,  # 0: no adapters
@@ -116,8 +113,6 @@ def _gate_up_kernel(
     SPLITS: tl.constexpr,
     SHARED_A: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    PREFETCH_BLOCKS: tl.constexpr,
-    PREFETCH_BYTES: tl.constexpr,
     BLOCK_P: tl.constexpr,  # 0: rows come from the plan
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -182,9 +177,3 @@ def _gate_up_kernel(
                     lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
                     H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
                 )  # fmt: skip
-            if PREFETCH_BLOCKS > 0:
-                used = MAX_BLOCKS
-                if BLOCK_P == 0:
-                    used = tl.load(table_ptr + 3 * MAX_BLOCKS)
-                if block >= used - PREFETCH_BLOCKS:
-                    prefetch(w2_ptr + expert.to(tl.int64) * stride_w2e, unit, TILES * SPLITS, PREFETCH_BYTES)

@@ -1,9 +1,9 @@
 """What the launches of one layer share: the hand-over from one to the next, and how a program finds its rows.
 
 The launches form a chain in which each is started early (programmatic dependent launch, sm_90 and newer): it may run while
-the one before it drains. Two rules keep that safe. A kernel writes nothing, and reads nothing that an earlier kernel of
-the chain wrote less than two launches ago, before `wait_for_previous`; and it calls `let_next_start` only after it. Hence
-when a kernel runs its first line, every launch but the one right before it has finished.
+the one before it drains, up to its `wait_for_previous`, which returns once that one has finished and its writes are seen.
+Before that call a kernel writes nothing, and reads only the call's arguments and the plan: `plan` and `gate_up` let the next
+launch start only after their own wait, so by the time `activate` or `down` runs its first line the plan is complete.
 """
 
 import triton
@@ -26,13 +26,12 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(ptr, share, SHARES: tl.constexpr, BYTES: tl.constexpr):
-    """Ask for one of ``SHARES`` shares of ``BYTES`` (a multiple of 16) at the 16-byte aligned ``ptr`` to come into L2."""
+def prefetch(ptr, BYTES: tl.constexpr):
+    """Ask for ``BYTES`` contiguous bytes (a multiple of 16) at the 16-byte aligned ``ptr`` to be brought into L2."""
     # L2 is this memory's point of coherence, so an early prefetch can never make a later load read an old value
-    SHARE: tl.constexpr = (BYTES + SHARES * 16 - 1) // (SHARES * 16) * 16
-    CHUNK: tl.constexpr = (SHARE + 127) // 128 // 16 * 16 + 16
-    offset = share * SHARE + tl.arange(0, 128) * CHUNK
-    size = tl.minimum(CHUNK, tl.minimum(share * SHARE + SHARE, BYTES) - offset)
+    CHUNK: tl.constexpr = (BYTES + 2047) // 2048 * 16
+    offset = tl.arange(0, 128) * CHUNK
+    size = tl.minimum(CHUNK, BYTES - offset)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -101,7 +100,7 @@ def gathered_rows(
     offs_m = tl.arange(0, BLOCK_M)
     offs_p = tl.arange(0, BLOCK_P)
     experts = local_expert(topk_ids_ptr, expert_map_ptr, offs_p, offs_p < P, E_GLOBAL, E, HAS_MAP)
-    expert = tl.max(tl.where(offs_p == block, experts, -1), 0)
+    expert = local_expert(topk_ids_ptr, expert_map_ptr, block, block < P, E_GLOBAL, E, HAS_MAP)
     same = ((experts == expert) & (expert >= 0)).to(tl.int32)
     before = tl.sum(tl.where(offs_p < block, same, 0), 0)
     leads = (expert >= 0) & (before % BLOCK_M == 0)
