@@ -413,7 +413,7 @@ def shares(experts: int, hidden: int) -> tuple[int, int]:
     return triton.cdiv(steps, share), share * _BLOCK_K
 
 
-def _heuristic(tokens: int) -> dict:
+def heuristic(tokens: int) -> dict:
     """Launch parameters without a table; none of them changes a bit of the result."""
     if tokens <= 64:
         return {"block_t": 16, "fused": tokens <= 32, "split_grid": True, "warps": 4, "stages": 6}
@@ -481,7 +481,7 @@ def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, ren
     logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
     if tokens == 0:
         return weights, ids, logits
-    config = tuning.lookup(x.device, OP, tokens, experts=experts, hidden=hidden) or _heuristic(tokens)
+    config = tuning.lookup(x.device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
     block_t, fused, split_grid = config["block_t"], config["fused"], config["split_grid"]
     splits, share = shares(experts, hidden)
     blocks_e, blocks_t = triton.cdiv(experts, _BLOCK_E), triton.cdiv(tokens, block_t)
