@@ -1,0 +1,202 @@
+"""Gradients of the MXFP8 layers: against each step done with the references, and against unquantised float64."""
+
+import pytest
+import torch
+
+from beam_moe.kernels.mxfp8 import dequantize_reference, fake_quantize, quantize_both, quantize_reference
+from beam_moe.kernels.mxfp8.autograd import grouped_linear, linear
+from beam_moe.testing import assert_close, error_ratio
+
+BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+LIMIT = {F32: 2e-6, FP16: 4e-4, BF16: 2.5e-3}
+
+
+def randn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def q(t, axis, offsets=None):
+    return dequantize_reference(quantize_reference(t, axis=axis, offsets=offsets), BF16).double()
+
+
+def steps(x, w, dy):
+    """y, dx, dw as Transformer Engine's recipe orders them, one reference step at a time."""
+    return q(x, -1) @ q(w, -1).T, q(dy, -1) @ q(w, -2), q(dy, -2).T @ q(x, -2)
+
+
+def run(x, w, dy, **kwargs):
+    x = x.clone().requires_grad_()
+    w = w.clone().requires_grad_()
+    y = linear(x, w, **kwargs)
+    y.backward(dy)
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize(("x_dtype", "w_dtype"), [(BF16, BF16), (BF16, F32), (F32, F32), (FP16, F32)], ids=str)
+def test_linear_follows_the_recipe(x_dtype, w_dtype, rows, device):
+    x, w = randn(rows, 96, seed=1).to(device, x_dtype), randn(64, 96, seed=2).to(device, w_dtype)
+    dy = randn(rows, 64, seed=3).to(device, x_dtype)
+    for name, ref, got in zip(("y", "dx", "dw"), steps(x, w, dy), run(x, w, dy)):
+        assert got.dtype == (w_dtype if name == "dw" else x_dtype)
+        assert_close(name, ref, got, LIMIT[got.dtype])
+
+
+def test_row_and_column_copies_are_not_mixed_up(device):
+    """Every other row of x and column of w is tiny: blocks across them lose what blocks along them keep."""
+    x, w = randn(64, 64, seed=1), randn(64, 64, seed=2)
+    x[::2] *= 2.0**-16
+    w[:, ::2] *= 2.0**-16
+    x, w, dy = x.to(device), w.to(device), randn(64, 64, seed=3).to(device)
+    ref, got = steps(x, w, dy), run(x, w, dy)
+    assert_close("y", ref[0][::2], got[0][::2], LIMIT[F32])
+    assert_close("dx", ref[1][:, ::2], got[1][:, ::2], LIMIT[F32])
+    assert_close("dw", ref[2], got[2], LIMIT[F32])
+    assert error_ratio((q(x, -2) @ q(w, -1).T)[::2], got[0][::2]) > 0.05
+    assert error_ratio((q(dy, -1) @ q(w, -1))[:, ::2], got[1][:, ::2]) > 0.05
+
+
+def test_exact_values_bit_for_bit(device):
+    g = torch.Generator().manual_seed(4)
+    x, dy = (torch.randint(-3, 4, (33, 96), generator=g).to(device, BF16) for _ in range(2))
+    w = torch.randint(-4, 5, (96, 96), generator=g).float().to(device)
+    got = run(x, w, dy)
+    ref = x.double() @ w.double().T, dy.double() @ w.double(), dy.double().T @ x.double()
+    for name, r, value in zip(("y", "dx", "dw"), ref, got):
+        assert torch.equal(value, r.to(value.dtype)), name
+
+
+def test_gradients_approach_those_without_quantisation(device):
+    """MXFP8 keeps about 3.5 % of relative error an operand; a wrong axis, transpose or scale is far from that."""
+    x, w, dy = (randn(64, 64, seed=i).to(device) for i in range(3))
+    got = run(x, w, dy)
+    ref = x.double() @ w.double().T, dy.double() @ w.double(), dy.double().T @ x.double()
+    for r, value in zip(ref, got):
+        assert 1e-3 < error_ratio(r, value) < 6e-2
+
+
+def test_bias_and_leading_dimensions(device):
+    x = randn(2, 5, 64, seed=1).to(device, BF16).requires_grad_()
+    w, bias = randn(32, 64, seed=2).to(device), randn(32, seed=3).to(device).requires_grad_()
+    y = linear(x, w, bias)
+    assert y.shape == (2, 5, 32)
+    ref = q(x.detach().reshape(10, 64), -1) @ q(w, -1).T + bias.detach().double()
+    assert_close("y", ref.reshape(2, 5, 32), y, LIMIT[BF16])
+    y.sum().backward()  # an expanded gradient: strides of zero
+    assert torch.equal(bias.grad, torch.full_like(bias, 10.0))
+    ones = torch.ones(10, 32, device=device)
+    assert_close("dx", (q(ones, -1) @ q(w, -2)).reshape(2, 5, 64), x.grad, LIMIT[BF16])
+    assert w.grad is None
+
+
+def test_transposed_and_sliced_inputs(device):
+    whole, w = randn(64, 70, seed=1).to(device), randn(96, 32, seed=2).to(device)
+    x = whole.mT[3:43].detach()  # (40, 64), a view whose rows are not contiguous
+    w = w.mT  # (32, 96) -> used as (N=32, K=96) needs K = 64
+    w = w[:, :64]
+    dy = randn(32, 40, seed=3).to(device).mT
+    for name, ref, got in zip(("y", "dx", "dw"), steps(x, w, dy), run(x, w, dy)):
+        assert_close(name, ref, got, LIMIT[F32])
+
+
+def test_no_rows(device):
+    y, dx, dw = run(
+        torch.zeros(0, 64, device=device), randn(32, 64, seed=1).to(device), torch.zeros(0, 32, device=device)
+    )
+    assert y.shape == (0, 32) and dx.shape == (0, 64) and not dw.any()
+
+
+@pytest.mark.parametrize("kept", ["pair", "values"])
+def test_weights_quantised_by_the_caller(kept, device):
+    x, w, dy = randn(9, 64, seed=1).to(device), randn(32, 64, seed=2).to(device), randn(9, 32, seed=3).to(device)
+    y, dx, dw = run(x, w, dy)
+    if kept == "values":
+        again = run(x, w, dy, values=fake_quantize(w, axis="both"))
+        assert all(torch.equal(*p) for p in zip((y, dx, dw), again))
+    else:
+        x = x.clone().requires_grad_()
+        z = linear(x, quantize_both(w))
+        z.backward(dy)
+        assert_close("y", y, z.detach(), LIMIT[F32])
+        assert_close("dx", dx, x.grad, LIMIT[F32])
+
+
+SIZES = {"ragged": (33, 0, 1, 20), "all-empty": (0, 0, 0, 0), "last-only": (0, 0, 0, 17)}
+
+
+def grouped_steps(x, w, dy, offsets):
+    bounds = offsets.tolist()
+    y = torch.zeros(x.shape[0], w.shape[1], dtype=torch.float64, device=x.device)
+    dx, dw = torch.zeros_like(x, dtype=torch.float64), torch.zeros_like(w, dtype=torch.float64)
+    xr, dyr, wr, wc = q(x, -1), q(dy, -1), q(w, -1), q(w, -2)
+    xc, dyc = q(x, -2, offsets), q(dy, -2, offsets)
+    for e, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+        y[begin:end] = xr[begin:end] @ wr[e].T
+        dx[begin:end] = dyr[begin:end] @ wc[e]
+        dw[e] = dyc[begin:end].T @ xc[begin:end]
+    return y, dx, dw
+
+
+@pytest.mark.parametrize("kept", ["none", "pair", "values"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_grouped_linear_follows_the_recipe(sizes, kept, device):
+    if kept != "none" and sizes != SIZES["ragged"]:
+        pytest.skip("one size is enough")
+    offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    rows = sum(sizes) + 2
+    x, dy = randn(rows, 64, seed=1).to(device, BF16), randn(rows, 96, seed=2).to(device, BF16)
+    w = randn(4, 96, 64, seed=3).to(device)
+    ref = grouped_steps(x, w, dy, offsets)
+    leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+    if kept == "pair":
+        y = grouped_linear(leaf, quantize_both(w), offsets)
+    else:
+        y = grouped_linear(leaf, weight, offsets, values=fake_quantize(w, axis="both") if kept == "values" else None)
+    y.backward(dy)
+    assert_close("y", ref[0], y.detach(), LIMIT[BF16])
+    assert_close("dx", ref[1], leaf.grad, LIMIT[BF16])
+    if kept != "pair":
+        assert_close("dw", ref[2], weight.grad, LIMIT[F32])
+        assert all(size or not weight.grad[e].any() for e, size in enumerate(sizes))
+    assert not y[rows - 2 :].any() and not leaf.grad[rows - 2 :].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 32)}, "features"),
+        ({"x": torch.zeros(3, 64, dtype=torch.float64)}, "bf16, fp16 or fp32"),
+        ({"w": torch.zeros(33, 64)}, "N must be a multiple"),
+        ({"w": torch.zeros(2, 32, 64)}, "2 dimensions"),
+        ({"bias": torch.zeros(33)}, "bias"),
+        ({"values": (torch.zeros(32, 64), torch.zeros(32, 64))}, "values"),
+    ],
+    ids=str,
+)
+def test_refuses(change, message, device):
+    with pytest.raises(ValueError, match=message):
+        linear(**{"x": torch.zeros(3, 64), "w": torch.zeros(32, 64), **change})
+
+
+def test_refuses_a_pair_of_one_direction(device):
+    row, _ = quantize_both(randn(32, 64, seed=1).to(device))
+    with pytest.raises(ValueError, match="axis -1 and -2"):
+        linear(torch.zeros(3, 64, device=device), (row, row))
+
+
+@pytest.mark.gpu
+def test_training_size_through_the_libraries(device):
+    """cuBLAS and PyTorch's grouped GEMM, with bf16 weights, at a size where they are chosen."""
+    x, w = torch.randn(1024, 512, device=device, dtype=BF16), torch.randn(768, 512, device=device, dtype=BF16)
+    dy = torch.randn(1024, 768, device=device, dtype=BF16)
+    for name, ref, got in zip(("y", "dx", "dw"), steps(x, w, dy), run(x, w, dy)):
+        assert_close(name, ref, got, LIMIT[BF16])
+    offsets = torch.tensor([0, 700, 700, 701, 1000], dtype=torch.int32, device=device)
+    w = torch.randn(4, 768, 512, device=device, dtype=BF16)
+    leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = grouped_linear(leaf, weight, offsets)
+    y.backward(dy)
+    for name, ref, got in zip(
+        ("y", "dx", "dw"), grouped_steps(x, w, dy, offsets), (y.detach(), leaf.grad, weight.grad)
+    ):
+        assert_close(name, ref, got, LIMIT[BF16])
