@@ -31,7 +31,10 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
+    from beam_moe.integrations.vllm import replay
+
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    replay.allow_pipeline_parallelism()
     others = env.text("VLLM").strip()
     if others.lower() not in ("", "0", "none", "beam", ARCHITECTURE.lower()):
         from beam_moe.integrations.vllm import other_models

@@ -14,6 +14,7 @@ from vllm.models.beam.nvidia.model import BeamForCausalLM as VllmBeam
 from vllm.sequence import IntermediateTensors
 
 from beam_moe.integrations.vllm import metrics
+from beam_moe.integrations.vllm.replay import StageRelay
 
 INFO_VERSION = 1
 """Raise it when an attribute that vLLM inspects changes in another file: this file's hash is vLLM's cache key."""
@@ -52,12 +53,8 @@ class BeamForCausalLM(VllmBeam, SupportsLoRA):
             # a stage knows only its own modules, and vLLM refuses an adapter that names others
             self.lora_skip_prefixes = [f"model.layers.{i}." for i in range(layers) if not first <= i < last]
         install(self, self.moe_layers, vllm_config)
-        if vllm_config.aux_output_config.enabled and vllm_config.parallel_config.pipeline_parallel_size > 1:
-            from beam_moe.integrations.vllm.replay import StageRelay
-
-            self._relay: Any = StageRelay(self, vllm_config)
-        else:
-            self._relay = None
+        several_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+        self.relay = StageRelay(self, vllm_config) if several_stages and vllm_config.aux_output_config.enabled else None
 
     def process_weights_after_loading(self) -> None:
         """vLLM's, without the low-latency projection under LoRA: it reads the raw weight past the adapter."""
@@ -84,10 +81,10 @@ class BeamForCausalLM(VllmBeam, SupportsLoRA):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]:
         """vLLM's; with routed experts returned over several stages, their ids travel along."""
-        if self._relay is not None:
-            self._relay.receive(intermediate_tensors)
+        if self.relay is not None:
+            self.relay.receive(intermediate_tensors)
         out = super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
-        return out if self._relay is None else self._relay.send(out)
+        return out if self.relay is None else self.relay.send(out)
 
 
 def install(model: torch.nn.Module, runners: list[Any], vllm_config: VllmConfig) -> None:

@@ -228,6 +228,14 @@ SEAMS: tuple[Seam, ...] = (
         "vLLM relays routed experts between stages",
     ),
     Seam(
+        "distributed/aux_output_connector/worker.py",
+        "AuxOutputWorkerConnector.begin_step",
+        ("self", "metadata"),
+        "wrap",
+        "earlier stages keep no request state: only the last one returns outputs that would clear it",
+        "as above",
+    ),
+    Seam(
         MOE + "routed_experts_capturer.py",
         "RoutedExpertsCapturer.capture",
         ("self", "layer_id", "topk_ids"),

@@ -351,7 +351,56 @@ def task_load(folder: Path, tp: int, pp: int, layout: str, shared: bool = False,
         }
 
 
-TASKS = {"load": task_load}
+def task_replay(folder: Path, tp: int, pp: int, sparse_from: int) -> dict:
+    """Record known ids on every stage, hand them on as the workers do, and return what the last stage holds."""
+    from vllm.distributed import get_pp_group
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+        RoutedExpertsCapturer,
+        bind_routed_experts_capturer,
+    )
+    from vllm.models.beam.nvidia.model import BeamForCausalLM as VllmBeam
+    from vllm.sequence import IntermediateTensors
+
+    types = ["dense"] * sparse_from + ["sparse"] * (LAYERS - sparse_from)
+    path = write_config(folder / "model", mlp_layer_types=types)
+    config = engine_config(path, tp, pp, lora=False, enable_return_routed_experts=True, enable_prefix_caching=True)
+    tokens = 5
+    ids = torch.randint(0, E, (LAYERS, tokens, TOP_K), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
+        for runner in self.moe_layers:
+            if runner.router.capture_fn is not None:
+                runner.router.capture_fn(ids[runner.layer_id])
+        hidden = torch.zeros(tokens, H)
+        return hidden if get_pp_group().is_last_rank else IntermediateTensors({"hidden_states": hidden})
+
+    with built(config) as (model, _):
+        stock, VllmBeam.forward = VllmBeam.forward, forward
+        try:
+            profile = model(None, None, None) if get_pp_group().is_first_rank else None
+            capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
+            bind_routed_experts_capturer(model, capturer)
+            empty = model.make_empty_intermediate_tensors(tokens, torch.float16, torch.device("cpu"))
+            with set_forward_context(None, config, num_tokens=tokens):
+                received = None
+                if not get_pp_group().is_first_rank:
+                    received = IntermediateTensors(get_pp_group().recv_tensor_dict())
+                out = model(None, None, received)
+            if not get_pp_group().is_last_rank:
+                get_pp_group().send_tensor_dict(out.tensors)
+                return {"keys": sorted(out.tensors), "profile": sorted(profile.tensors)}
+        finally:
+            VllmBeam.forward = stock
+        got = capturer.snapshot_routing_data(tokens).permute(1, 0, 2).int()
+        want = ids.clone()
+        want[:sparse_from] = 0
+        shapes = {k: [list(t.shape), str(t.dtype)] for k, t in empty.tensors.items()}
+        return {"equal": torch.equal(got, want), "shapes": shapes, "received": str(received.tensors[KEY].dtype)}
+
+
+KEY = "beam_moe_routed_experts"
+TASKS = {"load": task_load, "replay": task_replay}
 
 
 def main() -> None:

@@ -1,0 +1,68 @@
+"""Over gloo: adapters in every layout reach each rank's buffers whole, and routed experts reach the last stage."""
+
+import pytest
+
+LIMIT = 2e-3  # fp16 rounding of values around one
+TP2 = [
+    *({"task": "load", "layout": layout} for layout in ("per_expert", "flat", "packed", "shared")),
+    {"task": "load", "layout": "shared", "shared": True},
+    {"task": "load", "layout": "per_expert", "enable_expert_parallel": True},
+    {"task": "load", "layout": "flat", "enable_expert_parallel": True},
+]
+PP2 = [
+    {"task": "load", "layout": "per_expert"},
+    {"task": "load", "layout": "shared", "shared": True},
+    {"task": "load", "layout": "per_expert", "fixed": False},
+    {"task": "replay", "sparse_from": 0},
+    {"task": "replay", "sparse_from": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def tp2(ranks):
+    return ranks(2, 1, TP2)
+
+
+@pytest.fixture(scope="module")
+def pp2(ranks):
+    return ranks(1, 2, PP2)
+
+
+def test_layouts_at_tensor_parallel_2(tp2):
+    """Per-expert, flat 3-D without a word in the request, packed, shared-outer; the same under expert parallelism."""
+    for rank, results in enumerate(tp2):
+        for task, result in zip(TP2, results):
+            assert "error" not in result, (rank, task, result)
+            assert result["layers"] == [0, 1, 2, 3]
+            assert len(result["differences"]) == 2 and max(result["differences"]) < LIMIT, (rank, task, result)
+            assert min(result["attention"]) > 0, "the attention gate's adapter did not arrive"
+            assert result["kernels"] == ["BeamTritonExperts"]
+
+
+def test_pure_pipeline_stages(pp2):
+    """A stage of dense layers only and one of sparse layers only load their parts; without the prefixes both refuse."""
+    first, second = pp2
+    for loaded in (0, 1):
+        assert first[loaded]["layers"] == [0, 1] and first[loaded]["differences"] == [], first
+        assert second[loaded]["layers"] == [2, 3] and max(second[loaded]["differences"]) < LIMIT, second
+        assert min(first[loaded]["attention"] + second[loaded]["attention"]) > 0
+    assert "expected target modules" in first[2]["error"] and "expected target modules" in second[2]["error"]
+
+
+def test_routed_experts_of_both_stages(pp2):
+    """The last stage holds every layer's ids, also when the first has no router; shapes fit vLLM's static buffers."""
+    for task in (3, 4):
+        first, second = pp2[0][task], pp2[1][task]
+        assert first["keys"] == first["profile"] == ["beam_moe_routed_experts", "hidden_states"]
+        assert second["equal"], second
+        assert second["shapes"]["beam_moe_routed_experts"] == [[5, 2, 2], "torch.uint8"]
+        assert second["received"] == "torch.uint8"
+
+
+def test_refusal_is_lifted_for_beam_alone(harness, tmp_path):
+    """Routed experts at PP 2: Beam passes, another model and context parallelism are refused as before."""
+    args = {"pp": 2, "lora": False, "enable_return_routed_experts": True, "enable_prefix_caching": True}
+    config = harness.engine_config(harness.write_config(tmp_path / "b"), **args)
+    assert config.parallel_config.pipeline_parallel_size == 2
+    with pytest.raises(ValueError, match="PP > 1"):
+        harness.engine_config(harness.write_config(tmp_path / "q", harness.QWEN, num_hidden_layers=2), **args)
