@@ -245,7 +245,7 @@ def _strip(module: str) -> str:
 
 def _sort_keys(keys: Iterable[str], config: BeamMoEConfig) -> _Names:
     names = _Names()
-    adapter_names: set[str | None] = set()
+    adapter_names: set[str] = set()
     own = re.compile(re.escape(config.experts_path.partition("{layer}.")[2]) + r"(?:\.(.+))?")
     count, sparse, e_count = config.num_layers, config.sparse, config.num_experts
     for key in keys:
@@ -254,7 +254,6 @@ def _sort_keys(keys: Iterable[str], config: BeamMoEConfig) -> _Names:
             layer, expert = int(m[1]), int(m[2])
             if layer < count and sparse[layer] and expert < e_count and m[3] in PROJECTIONS:
                 _put(names.experts.setdefault(layer, {}).setdefault((PROJECTIONS[m[3]], m[4]), {}), expert, key)
-                adapter_names.add(None)
                 continue
         m = KEY.fullmatch(key)
         if m is None:
@@ -269,9 +268,10 @@ def _sort_keys(keys: Iterable[str], config: BeamMoEConfig) -> _Names:
         side = {"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B"}.get(kind)
         if side is None:
             _fail(f"no module of the model consumes {key!r}")
-        adapter_names.add(m["name"])
-        if len(adapter_names - {None}) > 1:
-            _fail(f"tensors must be of one adapter, got {key!r} among those of {sorted(adapter_names - {None})}")
+        if m["name"] is not None:
+            adapter_names.add(m["name"])
+        if len(adapter_names) > 1:
+            _fail(f"tensors must be of one adapter, got {key!r} among those of {sorted(adapter_names)}")
 
         in_layer = LAYER.fullmatch(_strip(module))
         if in_layer is None:

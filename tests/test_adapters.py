@@ -347,6 +347,18 @@ def test_names_from_a_live_peft_model_and_without_prefix():
         load_adapter(two, CONFIG)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_tensors_on_the_gpu_and_banks_on_the_gpu(fused):
+    t = per_expert(dtype=torch.bfloat16)
+    t = flat(t, 1) if fused else t
+    want = load_adapter(t, CONFIG.shard(tp=2, tp_rank=1, ep=2), max_rank=8).experts[1]
+    for source in (t, {k: v.cuda() for k, v in t.items()}):
+        got = load_adapter(source, CONFIG.shard(tp=2, tp_rank=1, ep=2), max_rank=8, device="cuda").experts[1]
+        assert got.device.type == got.ranks.device.type == "cuda"
+        equal_banks(got.to("cpu"), want)
+
+
 def test_pickled_weights_and_a_file_beside_its_configuration(tmp_path):
     t = per_expert(layers=(1,))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": R, "lora_alpha": R}))
@@ -399,6 +411,7 @@ def test_the_first_pattern_that_matches_wins_whether_literal_or_not():
     )
     assert patterns.get("mlp.experts.1.up_proj", 1) == 2
     assert patterns.get("mlp.up_proj", 1) == 3 and patterns.get("other.1.up_proj", 1) == 3
+    assert adapters._Patterns("rank_pattern", {"up_proj": 3, r"\w+_proj": 2}).get("mlp.up_proj", 1) == 3
     assert patterns.get("mlp.gate", 1) == 5 and patterns.get("mlp.cup_proj", 1) == 1
     with pytest.raises(ValueError, match="rank_pattern must hold regular expressions"):
         adapters._Patterns("rank_pattern", {"(": 2})
@@ -462,6 +475,15 @@ def test_shards_put_together_equal_the_whole(layout, rank):
         got = assemble(t, CONFIG, tp, ep, rank)
         for n in whole:
             equal_banks(got[n], whole[n])
+
+
+def test_a_rank_and_scale_of_one_expert_follow_it_to_its_shard():
+    t = per_expert(rank=lambda layer, e, name: 2 + e)
+    patterns = {f"experts.{e}.{name}": 2 + e for e in range(E) for name in NAMES}
+    peft = {"r": R, "lora_alpha": 1, "rank_pattern": patterns, "alpha_pattern": {"experts.3.up_proj": 9}}
+    whole = load_adapter(t, CONFIG, peft_config=peft).experts[1]
+    check(whole, dense(t, 1, lambda e, name: (9 if (e, name) == (3, "up_proj") else 1) / (2 + e)))
+    equal_banks(assemble(t, CONFIG, 2, 2, None, peft_config=peft)[1], whole)
 
 
 def test_pipeline_stages_take_their_own_layers():
