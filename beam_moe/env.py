@@ -1,4 +1,4 @@
-"""Every ``BEAM_MOE_*`` environment variable, in one table; nothing else in the package reads ``os.environ`` for them.
+"""Every ``BEAM_MOE_*`` environment variable, in one table.
 
 Values are read at each call of `flag` or `text`, so a test or a running process may change them.
 """
@@ -20,7 +20,10 @@ VARIABLES: dict[str, Variable] = {
     "CHECK": Variable("0", "1: also check values that live on the device (ids, ranks); costs a host synchronisation"),
     "STRICT": Variable("0", "1: an integration that would fall back to the engine's own path raises instead"),
     "VLLM": Variable("beam", "which vLLM models get our experts: beam, 0 (none), all, or architectures by comma"),
+    "PDL": Variable("1", "0: no programmatic dependent launch between the kernels of one layer"),
     "PROGRESS": Variable("0", "1: show a progress bar while an adapter loads"),
+    "RESULTS": Variable("", "benches: the folder that rows are written to, instead of bench/results"),
+    "COMMIT": Variable("", "benches: the commit to name where the sources travel without their git directory"),
 }
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
