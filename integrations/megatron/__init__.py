@@ -26,7 +26,8 @@ def register() -> bool:
     """Make this process ready to train Beam. Idempotent.
 
     Makes megatron-bridge importable without Transformer Engine, gives ``AutoBridge`` a bridge for
-    ``BeamForCausalLM`` (and transformers a ``BeamConfig`` where it has none), and teaches its ``LoRA`` our experts.
+    ``BeamForCausalLM`` (and transformers a ``BeamConfig`` where it has none), teaches its ``LoRA`` our experts,
+    megatron-core's distributed optimizer where its parameters are, and its router replay rows without a route.
 
     Returns:
         True if Beam's bridge is ours, False if megatron-bridge brings its own and ours stepped aside.
@@ -37,10 +38,11 @@ def register() -> bool:
     from beam_moe.integrations.megatron import compat
 
     compat.prepare()
-    from beam_moe.integrations.megatron import lora
+    from beam_moe.integrations.megatron import lora, optimizer, replay
     from beam_moe.integrations.megatron.bridge import register_beam
 
-    lora.install()
+    for part in (lora, optimizer, replay):
+        part.install()
     return register_beam()
 
 
