@@ -123,24 +123,25 @@ def _store_values(ptr, x, mask, SOFT: tl.constexpr):
 
 @triton.jit
 def _scale_byte(magnitude, E5M2: tl.constexpr, RCEIL: tl.constexpr):
-    """int32 E8M0 byte from the integer image of a block's largest magnitude."""
+    """int32 E8M0 byte from the integer image of a block's largest magnitude; few instructions, since columnwise every
+    thread makes the scales of all its columns."""
     if RCEIL:
         inverse: tl.constexpr = 1.0 / 57344.0 if E5M2 else 1.0 / 448.0
-        q = (magnitude.to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
-        exponent = q >> 23
-        mantissa = q & 0x7FFFFF
-        up = tl.where(exponent == 0, (mantissa > 0x400000).to(tl.int32), (mantissa != 0).to(tl.int32))
-        s = exponent + up
+        q = (magnitude.to(tl.float32, bitcast=True) * inverse).to(tl.uint32, bitcast=True)
+        # A carry out of the mantissa rounds the exponent up; 2**-127 (0x400000) and below are byte 0. Infinity gives
+        # 255 and NaN 256.
+        s = (tl.where(q > 0x400000, q + 0x7FFFFF, 0) >> 23).to(tl.int32)
+        return tl.minimum(s, 255)
     else:
         emax: tl.constexpr = 15 if E5M2 else 8
         s = tl.maximum((magnitude >> 23) - emax, 0)
-    return tl.where(magnitude >= 0x7F800000, 255, s)
+        return tl.where(magnitude >= 0x7F800000, 255, s)
 
 
 @triton.jit
 def _reciprocal(s):
-    bits = tl.where(s == 254, 0x00400000, (254 - s) << 23)
-    return tl.where(s == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    """fp32 ``2**(127 - s)``, NaN for 255; 254, whose reciprocal is subnormal, is no quantiser's scale."""
+    return tl.where(s == 255, 0x7FC00000, 0x7F000000 - (s << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
