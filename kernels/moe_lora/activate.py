@@ -94,7 +94,6 @@ def _activate_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (ceil(I / BLOCK_I), MAX_BLOCKS)."""
-    let_next_start(PDL)
     tile = tl.program_id(0)
     block = tl.program_id(1)
     expert, pair, mask_m = block_rows(
@@ -121,6 +120,7 @@ def _activate_kernel(
         a_0 = tl.load(a_ptrs, mask=(r_0 < live_0)[:, None] & mask_i[None, :], other=0.0)
 
     wait_for_previous(PDL)
+    let_next_start(PDL)
     if expert >= 0:
         mask = mask_m[:, None] & mask_i[None, :]
         gate_ptrs = gu_ptr + pair[:, None] * (2 * I) + i[None, :]

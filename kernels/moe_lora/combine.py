@@ -1,8 +1,8 @@
 """Last launch: each token's experts summed in ascending k, in fp32, scaled, and rounded once.
 
-    out[t] = scale * (sum_k w[t, k] * y[t, k]  +  B2 @ sum_k w[t, k] * s[t, k])
+    out[t] = scale * (sum_k w[t, k] * y[t, k]  +  B2 @ v[t])
 
-    y  (P, H)  fp32     s  (TILES, P, R)  fp32     topk_weights  (T, K)  fp32     b2  (L, 1, H, R)     out  (T, H)  as x
+    y  (P, H)  fp32     v  (T, R)  fp32     topk_weights  (T, K)  fp32     b2  (L, 1, H, R)     out  (T, H)  as x
 
 The second term is there only where one B2 serves all experts (shared-outer adapters), which is then read once for each
 block of tokens. A routed pair whose expert is out of range or foreign has no row in y and adds nothing.
@@ -11,7 +11,6 @@ block of tokens. A routed pair whose expert is out of range or foreign has no ro
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.down import load_s
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
     dot_fp32,
@@ -26,7 +25,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
 @triton.jit(do_not_specialize=["T", "SLOTS", "scale"])
 def _combine_kernel(
     y_ptr,  # (P, H)
-    s_ptr,  # (TILES, P, R)
+    v_ptr,  # (T, R)
     b2_ptr,  # (L, 1, H, R)
     topk_weights_ptr,  # (T, K)
     out_ptr,  # (T, H)
@@ -45,7 +44,6 @@ def _combine_kernel(
     stride_out,
     H: tl.constexpr,
     RANK: tl.constexpr,  # 0: no shared B2
-    TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -61,7 +59,6 @@ def _combine_kernel(
     mask_t = token < T
     mask_n = n < H
     token = tl.where(mask_t, token, 0)
-    P = tl.cast(T * TOP_K, tl.int64)
     wait_for_previous(PDL)
     let_next_start(PDL)
 
@@ -82,16 +79,11 @@ def _combine_kernel(
             if tl.sum(mine.to(tl.int32), 0) > 0:
                 delta = tl.zeros((BLOCK_H, BLOCK_T), tl.float32)
                 b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + n.to(tl.int64)[:, None] * stride_bn
+                v_rows = v_ptr + token.to(tl.int64)[:, None] * RANK
                 for first in tl.range(0, live, BLOCK_R, num_stages=1):
                     r = first + tl.arange(0, BLOCK_R)
-                    v = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-                    for k in tl.static_range(TOP_K):
-                        pair = token * TOP_K + k
-                        valid = local_expert(topk_ids_ptr, expert_map_ptr, pair, mine, E_GLOBAL, E, HAS_MAP) >= 0
-                        weight = tl.load(topk_weights_ptr + pair, mask=valid, other=0.0)
-                        s = load_s(s_ptr, pair.to(tl.int64), valid, r, live, P, RANK, TILES)
-                        v += weight[:, None] * s
                     b = load_ranks(b_rows + r[None, :], mask_n, r, live, RANK)
+                    v = load_ranks(v_rows + r[None, :], mine, r, live, RANK)
                     delta = dot_fp32(b, tl.trans(v), delta, INTERPRETED)
                 acc = tl.where(mine[:, None], acc + tl.trans(delta), acc)
 

@@ -38,10 +38,11 @@ class MoEConfig:
     down_warps: int = 4
     down_stages: int = 5
     down_tiles: int = 1  # row tiles of W2 that one program takes one after another
+    down_whole: bool = False  # a tile of W2 spans all of I in one step, and h stays in shared memory
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
-    prefetch: int = 0  # programs of `down` that bring their first tile into L2 before they may read h
+    stream: bool = False  # weights leave L2 first, so that what the launches hand on stays
 
     @classmethod
     def pick(cls, device: torch.device, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
@@ -70,11 +71,13 @@ class MoEConfig:
             up_warps=8 if block_m == 128 else 4,
             up_stages=3,
             splits=1 if big else splits,
-            act_block_i=min(64, max(16, triton.next_power_of_2(inter))),
+            act_block_i=min(max(16, min(64, 2048 // block_m)), max(16, triton.next_power_of_2(inter))),
             down_block_n=min(128, max(16, triton.next_power_of_2(hidden))),
             down_block_k=min(64, max(16, triton.next_power_of_2(inter))),
             down_warps=8 if block_m == 128 else 4,
-            down_stages=3,
+            down_stages=2 if inter <= 512 and not big else 3,
+            down_tiles=1 if big else 2,
+            down_whole=inter <= 512 and not big,
             combine_block_h=min(1024 if big else 256, triton.next_power_of_2(hidden)),
         )
 
@@ -110,10 +113,11 @@ CHOICES = {
     "down_warps": (4, 8),
     "down_stages": (2, 3, 4, 5),
     "down_tiles": (1, 2, 4, 5, 8, 10),
+    "down_whole": (False, True),
     "combine_block_h": (128, 256, 512, 1024),
     "combine_block_t": (1, 2, 4),
     "combine_warps": (2, 4, 8),
-    "prefetch": (0, 132, 264, 528),
+    "stream": (False, True),
 }
 
 

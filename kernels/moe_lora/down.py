@@ -3,8 +3,7 @@
     w2  (E, H, I)       as x     h  (P, I)  as x     s  (TILES, P, R)  fp32, planes added in their order
     b2  (L, E, H, R)    as x     y  (P, H)  fp32
 
-Where B2 is shared over experts, `combine` applies it once a token instead. The first
-programs start while the first product ends: until they may read h, their tiles of W2 are brought into L2.
+Where B2 is shared over experts, `combine` applies it once a token instead, to v = sum_k w[k] s[k] formed here.
 """
 
 import triton
@@ -19,7 +18,6 @@ from beam_moe.kernels.moe_lora.pipeline import (
     load_ranks,
     local_expert,
     planned_rows,
-    prefetch,
     wait_for_previous,
 )
 
@@ -34,6 +32,62 @@ def load_s(s_ptr, pair, mask_rows, r, live, P, RANK: tl.constexpr, TILES: tl.con
     return s
 
 
+@triton.jit
+def _add_adapters(
+    y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
+    stride_bl, stride_be, stride_bn,
+    RANK: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """y with B2 @ s added in the rows of each adapter; the others keep their bits: not even zero is added to them."""
+    zero = tl.zeros((y.shape[1], y.shape[0]), tl.float32)
+    b_offsets = e * stride_be + n.to(tl.int64) * stride_bn
+    b_rows = b2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + b_offsets
+    b = load_ranks(b_rows[:, None] + r_0[None, :], mask_n, r_0, live_0, RANK)
+    mine = (slot_m == first_slot) & (live_0 > 0)
+    y = tl.where(mine[:, None], y + tl.trans(dot_fp32(b, s_0, zero, INTERPRETED)), y)
+    if MORE:
+        for slot in range(SLOTS):
+            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+            mine = (slot_m == slot) & (live > 0)
+            if tl.sum(mine.to(tl.int32), 0) > 0:
+                b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + b_offsets
+                done = tl.where(slot == first_slot, BLOCK_R, 0)
+                for first in tl.range(done, live, BLOCK_R, num_stages=1):
+                    r = first + r_0
+                    b = load_ranks(b_rows[:, None] + r[None, :], mask_n, r, live, RANK)
+                    s = tl.trans(load_s(s_ptr, pair, mine, r, live, P, RANK, TILES))
+                    y = tl.where(mine[:, None], y + tl.trans(dot_fp32(b, s, zero, INTERPRETED)), y)
+    return y
+
+
+@triton.jit
+def _sum_experts(
+    s_ptr, v_ptr, topk_weights_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr,
+    first_token, T, E_GLOBAL, E, SLOTS, P,
+    RANK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """v[t] = sum over k of w[t, k] * s[t, k], for a B2 that all experts share; up to the rank of the token's adapter."""
+    token = first_token + tl.arange(0, BLOCK_T)
+    mask_t = token < T
+    slot = adapter_slot(lora_ids_ptr, token, mask_t, SLOTS)
+    live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+    for first in tl.range(0, RANK, BLOCK_R, num_stages=1):
+        r = first + tl.arange(0, BLOCK_R)
+        v = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+        for k in range(TOP_K):
+            pair = token * TOP_K + k
+            valid = local_expert(topk_ids_ptr, expert_map_ptr, pair, mask_t, E_GLOBAL, E, HAS_MAP) >= 0
+            weight = tl.load(topk_weights_ptr + pair, mask=valid, other=0.0)
+            mask = valid[:, None] & (r[None, :] < live[:, None])
+            s_ptrs = s_ptr + pair.to(tl.int64)[:, None] * RANK + r[None, :]
+            s = tl.load(s_ptrs, mask=mask, other=0.0)
+            for tile in tl.static_range(1, TILES):
+                s += tl.load(s_ptrs + tile * P * RANK, mask=mask, other=0.0)
+            v += weight[:, None] * s
+        tl.store(v_ptr + token.to(tl.int64)[:, None] * RANK + r[None, :], v, mask=mask_t[:, None] & (r < RANK)[None, :])
+
+
 @triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
 def _down_kernel(
     h_ptr,  # (P, I)
@@ -41,6 +95,8 @@ def _down_kernel(
     s_ptr,  # (TILES, P, R)
     b2_ptr,  # (L, E, H, R)
     y_ptr,  # (P, H)
+    v_ptr,  # (T, R), where B2 is shared
+    topk_weights_ptr,  # (P,)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (P,)
@@ -60,13 +116,14 @@ def _down_kernel(
     stride_bn,
     H: tl.constexpr,
     I: tl.constexpr,
-    RANK: tl.constexpr,  # 0: no adapters, or a B2 that `combine` applies
+    RANK: tl.constexpr,  # 0: no adapters
+    SHARED_B: tl.constexpr,
     TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
     HAS_MAP: tl.constexpr,
-    INLINE_PLAN: tl.constexpr,
-    PREFETCH: tl.constexpr,  # programs that prefetch; 0 for none
+    WHOLE: tl.constexpr,  # a step takes the whole of I, and h stays in shared memory
+    STREAM: tl.constexpr,
     TILES_PER_PROGRAM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -75,24 +132,30 @@ def _down_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS)."""
-    # one loop over (row tile, share of I): the loads of a tile are under way while the one before it is finished
+    """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS); blocks of 16 tokens come first where B2 is shared.
+
+    One loop over a program's tiles, so that the loads of a tile are under way while the one before it is finished.
+    """
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     EVEN_N: tl.constexpr = H % (BLOCK_N * TILES_PER_PROGRAM) == 0
+    EVICT: tl.constexpr = "evict_first" if STREAM else ""
+    ADAPTED: tl.constexpr = RANK > 0 and not SHARED_B
     first_tile = tl.program_id(0) * TILES_PER_PROGRAM
     block = tl.program_id(1)
-    if PREFETCH > 0:
-        if (block * tl.num_programs(0) + tl.program_id(0) < PREFETCH) & (first_tile * BLOCK_N + BLOCK_N <= H):
-            if INLINE_PLAN:  # whether or not pair `block` leads its block, some program needs this expert's rows
-                soon = local_expert(topk_ids_ptr, expert_map_ptr, block, block < T * TOP_K, E_GLOBAL, E, HAS_MAP)
-            else:
-                soon = tl.load(table_ptr + block)
-            if soon >= 0:
-                w_tile = w2_ptr + soon.to(tl.int64) * stride_we + (first_tile * BLOCK_N).to(tl.int64) * I
-                prefetch(w_tile, BLOCK_N * I * (w2_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    if INLINE_PLAN:  # there `gate_up` wrote the table
-        wait_for_previous(PDL)
+    if SHARED_B:
+        token_blocks = tl.cdiv(T, 16)
+        if block < token_blocks:
+            wait_for_previous(PDL)
+            let_next_start(PDL)
+            if first_tile == 0:
+                _sum_experts(
+                    s_ptr, v_ptr, topk_weights_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr,
+                    block * 16, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),
+                    RANK, TILES, TOP_K, HAS_MAP, 16, BLOCK_R,
+                )  # fmt: skip
+            return
+        block -= token_blocks
     expert, pair, mask_m = planned_rows(order_ptr, table_ptr, block, MAX_BLOCKS, BLOCK_M)
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
@@ -101,55 +164,66 @@ def _down_kernel(
     r_0 = tl.arange(0, BLOCK_R)
     token = pair // TOP_K
     pair = pair.to(tl.int64)
-    zero = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if RANK > 0:
+    if ADAPTED:
         slot_m = adapter_slot(lora_ids_ptr, token, mask_m & (expert >= 0), SLOTS)
         first_slot = tl.max(slot_m, 0)
         live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
-        mine_0 = (slot_m == first_slot) & (live_0 > 0)
-        b_0 = b2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + e * stride_be
 
-    if not INLINE_PLAN:
-        wait_for_previous(PDL)
+    wait_for_previous(PDL)
     let_next_start(PDL)
     if expert >= 0:
-        if RANK > 0:
-            s_0 = tl.trans(load_s(s_ptr, pair, mine_0, r_0, live_0, P, RANK, TILES))
-        h_rows = h_ptr + pair * I
-        w_expert = w2_ptr + e * stride_we
-        acc = zero
-        for step in range(STEPS * TILES_PER_PROGRAM):
-            n = (first_tile + step // STEPS) * BLOCK_N + offs_n
-            k = (step % STEPS) * BLOCK_K + offs_k
-            mask_n = n < H
-            w_ptrs = w_expert + n.to(tl.int64)[:, None] * stride_wn + k[None, :]
-            h_ptrs = h_rows[:, None] + k[None, :]
-            if EVEN_K and EVEN_N:
-                w = tl.load(w_ptrs)
-                h = tl.load(h_ptrs, mask=mask_m[:, None], other=0.0)
-            else:
-                mask_k = k < I
-                w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
-                h = tl.load(h_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-            acc = dot(w, tl.trans(h), acc, INTERPRETED)
-            if step % STEPS == STEPS - 1:
+        if ADAPTED:
+            mine = (slot_m == first_slot) & (live_0 > 0)
+            s_0 = tl.trans(load_s(s_ptr, pair, mine, r_0, live_0, P, RANK, TILES))
+        h_rows = h_ptr + pair[:, None] * I + offs_k[None, :]
+        w_rows = w2_ptr + e * stride_we + offs_n.to(tl.int64)[:, None] * stride_wn + offs_k[None, :]
+        y_rows = y_ptr + pair[:, None] * H + offs_n[None, :]
+        if WHOLE:
+            h_tiles = ()
+            for step in tl.static_range(STEPS):
+                mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+                h_tiles = h_tiles + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0)),)
+            for tile in range(first_tile, first_tile + TILES_PER_PROGRAM):
+                n = tile * BLOCK_N + offs_n
+                mask_n = n < H
+                w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
+                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                for step in tl.static_range(STEPS):
+                    if EVEN_K and EVEN_N:
+                        w = tl.load(w_tile + step * BLOCK_K, eviction_policy=EVICT)
+                    else:
+                        mask = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+                        w = tl.load(w_tile + step * BLOCK_K, mask=mask, other=0.0, eviction_policy=EVICT)
+                    acc = dot(w, h_tiles[step], acc, INTERPRETED)
                 y = tl.trans(acc)
-                if RANK > 0:
-                    b_offsets = n.to(tl.int64) * stride_bn
-                    b = load_ranks(b_0 + b_offsets[:, None] + r_0[None, :], mask_n, r_0, live_0, RANK)
-                    # a row without an adapter keeps its bits: nothing is added to it, not even zero
-                    y = tl.where(mine_0[:, None], y + tl.trans(dot_fp32(b, s_0, zero, INTERPRETED)), y)
-                    if MORE:
-                        for slot in range(SLOTS):
-                            live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
-                            mine = (slot_m == slot) & (live > 0)
-                            if tl.sum(mine.to(tl.int32), 0) > 0:
-                                b_rows = b2_ptr + tl.cast(slot, tl.int64) * stride_bl + e * stride_be + b_offsets
-                                done = tl.where(slot == first_slot, BLOCK_R, 0)
-                                for first in tl.range(done, live, BLOCK_R, num_stages=1):
-                                    r = first + r_0
-                                    b = load_ranks(b_rows[:, None] + r[None, :], mask_n, r, live, RANK)
-                                    s = tl.trans(load_s(s_ptr, pair, mine, r, live, P, RANK, TILES))
-                                    y = tl.where(mine[:, None], y + tl.trans(dot_fp32(b, s, zero, INTERPRETED)), y)
-                tl.store(y_ptr + pair[:, None] * H + n[None, :], y, mask=mask_m[:, None] & mask_n[None, :])
-                acc = zero
+                if ADAPTED:
+                    y = _add_adapters(
+                        y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
+                        enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+                    )  # fmt: skip
+                tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :])
+        else:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for step in range(STEPS * TILES_PER_PROGRAM):
+                tile = first_tile + step // STEPS
+                k = (step % STEPS) * BLOCK_K
+                n = tile * BLOCK_N + offs_n
+                mask_n = n < H
+                w_ptrs = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn + k
+                if EVEN_K and EVEN_N:
+                    w = tl.load(w_ptrs, eviction_policy=EVICT)
+                    h = tl.load(h_rows + k, mask=mask_m[:, None], other=0.0)
+                else:
+                    mask_k = k + offs_k < I
+                    w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0, eviction_policy=EVICT)
+                    h = tl.load(h_rows + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+                acc = dot(w, tl.trans(h), acc, INTERPRETED)
+                if step % STEPS == STEPS - 1:
+                    y = tl.trans(acc)
+                    if ADAPTED:
+                        y = _add_adapters(
+                            y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
+                            enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+                        )  # fmt: skip
+                    tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :])
+                    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

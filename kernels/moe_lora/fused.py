@@ -183,7 +183,7 @@ def _run(
         x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks, up_a_offset,
         x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2],
-        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
+        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, STREAM=cfg.stream, BLOCK_P=block_p,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
         num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common,
     )  # fmt: skip
@@ -195,31 +195,25 @@ def _run(
         BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
         HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
     )  # fmt: skip
-    prefetch = cfg.prefetch if pdl and _bulk_prefetchable(w2) else 0
-    _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), blocks)](
-        buffers.h, w2, s, w2_b, buffers.y, topk_ids, emap, order, table, ids, ranks, enabled,
+    token_blocks = triton.cdiv(tokens, 16) if shared_b else 0
+    _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
+        buffers.h, w2, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks,
         w2.stride(0), w2.stride(1), b2_strides[0], b2_strides[1], b2_strides[2],
-        H=hidden, I=inter, RANK=0 if shared_b else rank, TILES=tiles, MORE=more, HAS_MAP=has_map,
-        INLINE_PLAN=cfg.inline_plan, PREFETCH=prefetch, TILES_PER_PROGRAM=cfg.down_tiles,
+        H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map, WHOLE=cfg.down_whole,
+        STREAM=cfg.stream, TILES_PER_PROGRAM=cfg.down_tiles,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
         num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common,
     )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h
     _combine_kernel[(triton.cdiv(hidden, block_h), triton.cdiv(tokens, block_t))](
-        buffers.y, s, w2_b, topk_weights, out, topk_ids, emap, ids, ranks, enabled,
+        buffers.y, t, w2_b, topk_weights, out, topk_ids, emap, ids, ranks, enabled,
         scale, tokens, e_global, experts, slots, b2_strides[0], b2_strides[2], out.stride(0),
-        H=hidden, RANK=rank if shared_b else 0, TILES=tiles,
+        H=hidden, RANK=rank if shared_b else 0,
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=block_r, HAS_MAP=has_map,
         num_warps=cfg.combine_warps, **common,
     )  # fmt: skip
-
-
-def _bulk_prefetchable(w: torch.Tensor) -> bool:
-    """Whether an expert's rows of W2 are contiguous, 16-byte aligned and of a multiple of 16 bytes."""
-    size = w.element_size()
-    return not (w.stride(1) != w.shape[2] or w.data_ptr() % 16 or w.stride(0) * size % 16 or w.shape[2] * size % 16)
 
 
 def fused_moe(

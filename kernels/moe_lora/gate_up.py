@@ -29,7 +29,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
 def _rows_times_x(
     w_ptr, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, MASK_ROWS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last."""
     offs_k = k_first + tl.arange(0, BLOCK_K)
@@ -39,13 +39,13 @@ def _rows_times_x(
     for k in range(k_first, k_last, BLOCK_K):
         if EVEN_K:
             if MASK_ROWS:
-                w = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
+                w = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0, eviction_policy=EVICT)
             else:
-                w = tl.load(w_ptrs)
+                w = tl.load(w_ptrs, eviction_policy=EVICT)
             x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
         else:
             mask_k = k + tl.arange(0, BLOCK_K) < H
-            w = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0, eviction_policy=EVICT)
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         acc = dot(w, tl.trans(x), acc, INTERPRETED)
         w_ptrs += BLOCK_K
@@ -74,7 +74,7 @@ def _adapter_tile(
                 acc = _rows_times_x(
                     a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
                     a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, INTERPRETED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, INTERPRETED, "",
                 )  # fmt: skip
                 tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :])
 
@@ -113,6 +113,7 @@ def _gate_up_kernel(
     SPLITS: tl.constexpr,
     SHARED_A: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    STREAM: tl.constexpr,
     BLOCK_P: tl.constexpr,  # 0: rows come from the plan
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -167,7 +168,7 @@ def _gate_up_kernel(
                 acc = _rows_times_x(
                     w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N,
                     x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED, "evict_first" if STREAM else "",
                 )  # fmt: skip
                 out = gu_ptr + row[:, None] * N + n[None, :]
                 tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :])

@@ -2,8 +2,8 @@
 
 The launches form a chain in which each is started early (programmatic dependent launch, sm_90 and newer): it may run while
 the one before it drains, up to its `wait_for_previous`, which returns once that one has finished and its writes are seen.
-Before that call a kernel writes nothing, and reads only the call's arguments and the plan: `plan` and `gate_up` let the next
-launch start only after their own wait, so by the time `activate` or `down` runs its first line the plan is complete.
+A kernel lets the next one start only after its own wait. So when a kernel runs its first line, every launch but the one
+right before it has finished, and before its wait it may read what those wrote, but nothing newer, and must write nothing.
 """
 
 import triton
@@ -23,23 +23,6 @@ def let_next_start(PDL: tl.constexpr):
     """Allow the next launch to take the processors that this one leaves free."""
     if PDL:
         gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(ptr, BYTES: tl.constexpr):
-    """Ask for ``BYTES`` contiguous bytes (a multiple of 16) at the 16-byte aligned ``ptr`` to be brought into L2."""
-    # L2 is this memory's point of coherence, so an early prefetch can never make a later load read an old value
-    CHUNK: tl.constexpr = (BYTES + 2047) // 2048 * 16
-    offset = tl.arange(0, 128) * CHUNK
-    size = tl.minimum(CHUNK, BYTES - offset)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [ptr.to(tl.int64, bitcast=True) + offset.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
