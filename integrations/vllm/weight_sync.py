@@ -1,0 +1,322 @@
+"""Weights from a trainer into a running vLLM engine: adapters from memory, full weights with checked routers.
+
+The engine is started with ``worker_extension_cls="beam_moe.integrations.vllm.weight_sync.WeightSync"`` (``vllm serve
+--worker-extension-cls ...``); a trainer then calls the methods of `WeightSync` by ``collective_rpc``, or lets
+`AdapterSync` and `sync_weights` do it. Tensors travel as safetensors bytes: messages need no type, and the caller's
+tensors are left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from beam_moe.weight_sync import check_routers, declare_routers, is_router
+
+EXTENSION = "beam_moe.integrations.vllm.weight_sync.WeightSync"
+PIECE = 512 << 20
+"""Most bytes of tensors in one message."""
+
+
+def pieces(
+    tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor], limit: int = PIECE
+) -> Iterator[bytes]:
+    """Named tensors as safetensors bytes of at most ``limit`` bytes, or one tensor, each."""
+    batch: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if batch and size + nbytes > limit:
+            yield save(batch)
+            batch, size = {}, 0
+        # a copy of its own: safetensors refuses tensors that share memory, and the caller's must not be kept
+        batch[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += nbytes
+    if batch:
+        yield save(batch)
+
+
+# --- in the worker
+
+
+class WeightSync:
+    """Mixed into vLLM's worker by ``worker_extension_cls``; ``collective_rpc`` calls a method on every worker."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def beam_moe_stage(self, key: str, piece: bytes) -> int:
+        """Keep a piece of tensors under ``key`` until a commit; how many tensors are there now."""
+        staged: dict[str, dict[str, torch.Tensor]] = self.__dict__.setdefault("_beam_moe_staged", {})
+        staged.setdefault(key, {}).update(load(piece))
+        return len(staged[key])
+
+    def beam_moe_discard(self, key: str) -> None:
+        """Forget what was staged under ``key``."""
+        self.__dict__.get("_beam_moe_staged", {}).pop(key, None)
+
+    def _staged(self, key: str) -> dict[str, torch.Tensor]:
+        staged = self.__dict__.get("_beam_moe_staged", {}).pop(key, None)
+        if staged is None:
+            raise ValueError(f"weight sync: nothing was staged under {key!r}")
+        return staged
+
+    def beam_moe_load_adapter(self, key: str, number: int, config: dict[str, Any]) -> list[str]:
+        """Make the staged tensors adapter ``number``, in place of a loaded one; the modules it changes on this rank.
+
+        Args:
+            key: of `beam_moe_stage`.
+            number: the ``lora_int_id`` of requests for it.
+            config: as in ``adapter_config.json``: ``r``, ``lora_alpha``, ...
+
+        Raises:
+            ValueError: an adapter that does not fit; the one loaded before stays.
+        """
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if manager is None:
+            raise ValueError("weight sync: the engine runs without LoRA (enable_lora)")
+        return load_adapter(manager, number, self._staged(key), config)
+
+    def beam_moe_update_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> list[str]:
+        """Replace base weights by the staged ones (checkpoint names), keep loaded adapters, check routers.
+
+        Args:
+            key: of `beam_moe_stage`.
+            routers: from `declare_routers` of the sender.
+
+        Returns:
+            names of the routers whose bits were compared in this rank's parameters.
+
+        Raises:
+            ValueError: a router among the tensors that was not declared, is not fp32 or has other bits: before anything
+                is loaded; or that has other bits in the engine afterwards.
+        """
+        tensors = self._staged(key)
+        undeclared = [n for n in tensors if is_router(n) and n not in routers]
+        if undeclared:
+            raise ValueError(f"router sync: {', '.join(undeclared)} came without a declaration")
+        check_routers(routers, {n: t for n, t in tensors.items() if is_router(n)}, "arrived")
+        manager = getattr(self.model_runner, "lora_manager", None)
+        adapters = dict(manager._adapter_manager._registered_adapters.cache) if manager is not None else {}
+        active = [i for i in manager._adapter_manager.lora_index_to_id if i is not None] if manager is not None else []
+        model = self.model_runner.get_model()
+        with nothing_left_behind():
+            self.reload_weights(weights_iterator=checkpoint_names(model, tensors))  # type: ignore[attr-defined]
+        # vLLM forgets its adapters on a reload; their factors are whole in host memory
+        for adapter in adapters.values():
+            manager._adapter_manager.add_adapter(adapter)
+        for number in active:
+            manager._adapter_manager.activate_adapter(number)
+        return self.beam_moe_check_routers(routers)
+
+    def beam_moe_check_routers(self, routers: dict[str, dict[str, Any]]) -> list[str]:
+        """Compare this rank's router parameters with the sender's declaration; the names compared."""
+        return check_routers(routers, router_parameters(self.model_runner.get_model()), "in the engine")
+
+    def beam_moe_report(self) -> dict[str, Any]:
+        """What serves each MoE layer of this rank, and the counts of calls."""
+        from beam_moe.integrations.vllm.report import report
+
+        return report(self.model_runner.get_model())
+
+
+EXPERT = re.compile(r"(\.experts\.\d+\.[a-z]+_proj)\.weight")
+
+
+def checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by the names that ``model``'s loader takes, from plain checkpoint names or PEFT's with ``base_layer``.
+
+    Once LoRA wraps an MoE layer, vLLM's loader knows its experts only as ``experts.0.gate_proj.base_layer.weight`` and
+    passes over any other name without an error.
+    """
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    wrapped = any(m.routed_experts.lora_base_layer_prefix for m in model.modules() if isinstance(m, MoERunner))
+    for name, tensor in tensors.items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        yield EXPERT.sub(r"\1.base_layer.weight", plain) if wrapped else plain, tensor
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Turn vLLM's warnings about parameters that a reload did not reach into a ValueError that names them."""
+    found: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if "not loaded from checkpoint" in text or text.startswith("RoutedExperts: Failed"):
+                found.append(text)
+
+    listener = Listener(logging.WARNING)
+    loggers = [logging.getLogger(f"vllm.model_executor.model_loader.reload.{n}") for n in ("inplace", "layerwise")]
+    for logger in loggers:
+        logger.addHandler(listener)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(listener)
+    if found:
+        raise ValueError("weight sync: the engine kept old weights: " + "; ".join(dict.fromkeys(found)))
+
+
+def router_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A model's router parameters by checkpoint name, whether or not LoRA wraps them."""
+    return {
+        n.replace(".base_layer", ""): p for n, p in model.named_parameters() if is_router(n.replace(".base_layer", ""))
+    }
+
+
+def load_adapter(manager: Any, number: int, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> list[str]:
+    """As vLLM's worker loads an adapter from a folder, from tensors that become the adapter's own."""
+    from vllm.lora.lora_model import _is_remote_expert_key
+    from vllm.lora.peft_helper import PEFTHelper
+
+    from beam_moe.integrations.vllm.adapters import refuse_leftovers
+
+    inner = manager._adapter_manager
+    helper = PEFTHelper.from_dict({"target_modules": "all-linear", **config})
+    helper.validate_legal(manager.lora_config)
+    mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
+    spec = inner.moe_ep_load_spec
+    own = {n: t for n, t in tensors.items() if spec is None or not _is_remote_expert_key(n, spec)}
+    lora = manager._lora_model_cls.from_lora_tensors(
+        lora_model_id=number,
+        tensors=own,
+        peft_helper=helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        skip_prefixes=getattr(inner.model, "lora_skip_prefixes", None),
+    )
+    inner._validate_moe_lora_format(lora)  # before the loaded one goes
+    if not inner.supports_mm:  # whose adapters may leave out the language model's prefix
+        refuse_leftovers(inner, lora)
+    changed = sorted(lora.loras)
+    if not changed:
+        manager.remove_adapter(number)
+        return []
+    inner.remove_adapter(number)
+    if len(inner) + 1 > inner.capacity:
+        inner.remove_oldest_adapter()
+    inner.add_adapter(lora)
+    inner.activate_adapter(number)
+    return changed
+
+
+# --- at the caller
+
+
+class AdapterSync:
+    """One adapter that a trainer updates in a running engine, and the requests that use it.
+
+    KV blocks of one version are never read by another: vLLM's block hashes know an adapter's name and path, and the
+    path of `request` names the version. Requests that run while an update lands keep their own.
+
+        sync = AdapterSync("policy", 1)
+        request = sync.update(llm, tensors, {"r": 32, "lora_alpha": 32})  # or: await sync.update_async(engine, ...)
+        llm.generate(prompts, params, lora_request=request)
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        if number < 1:
+            raise ValueError(f"AdapterSync: number must be at least 1, got {number}")
+        self.name, self.number, self.generation = name, number, 0
+
+    @property
+    def request(self) -> Any:
+        """The LoRARequest of the current version."""
+        from vllm.lora.request import LoRARequest
+
+        if self.generation == 0:
+            raise ValueError(f"AdapterSync: {self.name} has not been sent yet")
+        return LoRARequest(self.name, self.number, f"/beam-moe/in-memory/{self.name}/{self.generation}")
+
+    def _calls(self, tensors: Any, config: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        key = f"adapter/{self.number}"
+        yield "beam_moe_discard", (key,)
+        for piece in pieces(tensors):
+            yield "beam_moe_stage", (key, piece)
+        yield "beam_moe_load_adapter", (key, self.number, config)
+
+    def _finish(self, results: list[list[str]]) -> Any:
+        if not any(results):
+            raise ValueError(f"AdapterSync: {self.name} changes no module on any rank")
+        self.generation += 1
+        return self.request
+
+    def update(self, llm: Any, tensors: Any, config: dict[str, Any]) -> Any:
+        """Send a new version to an ``LLM``; the request to use from now on.
+
+        Args:
+            llm: anything with a blocking ``collective_rpc``.
+            tensors: PEFT names and tensors, a mapping or pairs, in any layout that `adapters` knows; left as they are.
+            config: as in ``adapter_config.json``: ``r``, ``lora_alpha``, ...
+        """
+        results: list[list[str]] = []
+        for method, args in self._calls(tensors, config):
+            results = llm.collective_rpc(method, args=args)
+        return self._finish(results)
+
+    async def update_async(self, engine: Any, tensors: Any, config: dict[str, Any]) -> Any:
+        """`update` for an ``AsyncLLM``."""
+        results: list[list[str]] = []
+        for method, args in self._calls(tensors, config):
+            results = await engine.collective_rpc(method, args=args)
+        return self._finish(results)
+
+
+def _weight_calls(
+    tensors: Any, routers: dict[str, Any] | None
+) -> tuple[list[tuple[str, tuple[Any, ...]]], dict[str, Any]]:
+    named = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    stated = declare_routers(named) if routers is None else routers
+    calls: list[tuple[str, tuple[Any, ...]]] = [("beam_moe_discard", ("weights",))]
+    calls += [("beam_moe_stage", ("weights", piece)) for piece in pieces(named)]
+    return [*calls, ("beam_moe_update_weights", ("weights", stated))], stated
+
+
+def _all_compared(results: list[list[str]], stated: Mapping[str, Any]) -> None:
+    missed = sorted(set(stated) - {name for names in results for name in names})
+    if missed:
+        raise ValueError(f"router sync: no rank has {', '.join(missed)}")
+
+
+def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) -> None:
+    """Replace an engine's base weights, check every router on the engine's side, drop the KV of the old weights.
+
+    Args:
+        llm: an ``LLM``.
+        tensors: the whole checkpoint, checkpoint names; left as they are.
+        routers: `declare_routers` of the trainer's own tensors. Without it the tensors given here are declared, which
+            proves only that nothing was lost from here on.
+
+    Raises:
+        ValueError: a router that was not fp32, came with other bits, or that no rank has; a prefix cache that stays.
+    """
+    calls, stated = _weight_calls(tensors, routers)
+    results: list[list[str]] = []
+    for method, args in calls:
+        results = llm.collective_rpc(method, args=args)
+    if not llm.reset_prefix_cache():
+        raise ValueError("sync_weights: the prefix cache could not be reset; KV of the old weights would be reused")
+    _all_compared(results, stated)
+
+
+async def sync_weights_async(engine: Any, tensors: Any, routers: dict[str, Any] | None = None) -> None:
+    """`sync_weights` for an ``AsyncLLM``."""
+    calls, stated = _weight_calls(tensors, routers)
+    results: list[list[str]] = []
+    for method, args in calls:
+        results = await engine.collective_rpc(method, args=args)
+    if not await engine.reset_prefix_cache():
+        raise ValueError("sync_weights: the prefix cache could not be reset; KV of the old weights would be reused")
+    _all_compared(results, stated)
