@@ -11,6 +11,7 @@ SHELL := bash
 PYTHON ?=
 ARGS ?=
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n : 8)))
+GPU_JOBS ?= 8
 PIP := -m pip install -q --disable-pip-version-check
 TRITON_FLOOR := 3.6.0
 export PYTHON
@@ -85,7 +86,8 @@ test-gpu: gpu-python
 	report=bench/results/$$("$$python" -c 'from beam_moe.kernels.tuning import device_folder; print(device_folder())')/test_gpu.txt
 	mkdir -p "$$(dirname "$$report")"
 	"$$python" -c 'import platform, torch, triton; print(torch.cuda.get_device_name(), "python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)' | tee "$$report"
-	PYTHONUNBUFFERED=1 "$$python" -m pytest tests -m gpu --no-header -q --durations=10 $(ARGS) 2>&1 | tee -a "$$report"
+	jobs=$$("$$python" -c 'import importlib.util as u; print("-n $(GPU_JOBS)" if u.find_spec("xdist") else "")')
+	PYTHONUNBUFFERED=1 "$$python" -m pytest tests -m gpu $$jobs --no-header -q --durations=10 $(ARGS) 2>&1 | tee -a "$$report"
 
 bench: gpu-python
 	@$(GPU_PYTHON) bench/moe_decode.py $(ARGS)

@@ -45,7 +45,10 @@ def poisoned_empty(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
+        if DEVICE == "cuda" and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")  # runs on the GPU, so `-m gpu` takes it there
         if item.get_closest_marker("gpu") and DEVICE != "cuda":
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
