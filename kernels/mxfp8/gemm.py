@@ -68,6 +68,13 @@ def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def _serves(tuned: dict, rows: int, x_dtype: torch.dtype) -> bool:
+    """Whether a tuned entry suits a call: lookups also answer with the largest entry below ``rows``."""
+    if x_dtype != torch.bfloat16 and tuned["route"] != "fp16":
+        return False
+    return tuned["route"] == "dequantize" or rows <= DECODE_ROWS or tuned["bm"] >= DECODE_ROWS
+
+
 def choose(
     rows: int, n: int, k: int, device: torch.device, *, x_dtype: torch.dtype, prepared: bool, both: bool
 ) -> GemmConfig:
@@ -86,7 +93,7 @@ def choose(
         return GemmConfig("dequantize")
     route = "fp16" if prepared else "bf16"
     tuned = tuning.lookup(device if device.type == "cuda" else None, "mxfp8_gemm", rows, n=n, k=k, route=route)
-    if tuned is not None and (rows <= DECODE_ROWS) == (tuned["bm"] <= DECODE_ROWS):
+    if tuned is not None and _serves(tuned, rows, x_dtype):
         return GemmConfig(**tuned)
     bm = next((c for c in ROW_CLASSES if rows <= c), ROW_CLASSES[-1])
     if bm <= DECODE_ROWS:
@@ -111,7 +118,7 @@ def _gemm_kernel(
     word_ptr,  # (N,) int16
     token_ptr,  # (M,) int32
     bias_ptr,  # (N,)
-    out_ptr,  # (M, N), or partial sums (SPLIT, N, tiles_m * BM) fp32
+    out_ptr,  # (M, N), or partial sums (parts, N, tiles_m * BM) fp32
     M,
     N,
     K,
@@ -138,14 +145,14 @@ def _gemm_kernel(
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     AHEAD: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTIAL: tl.constexpr,
     PDL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (tiles_m * tiles_n, SPLIT)."""
+    """Grid (tiles_m * tiles_n, parts of K); PARTIAL if there are several."""
     tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tiles_n, 8)
     split = tl.program_id(1)
     m = tile_m * BM + tl.arange(0, BM)
@@ -161,7 +168,7 @@ def _gemm_kernel(
         stride_xm, stride_xk, stride_rm, stride_rk, stride_wn, stride_wk, stride_sn, stride_sk,
         FP16, NORMALIZED, E5M2, SOFT, X_TMA, W_TMA, TURNED, EVEN_K, AHEAD, BM, BN, BK, STAGES,
     )  # fmt: skip
-    if SPLIT > 1:
+    if PARTIAL:
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
         width = tl.cast(tiles_m, tl.int64) * BM
@@ -276,7 +283,7 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         EVEN_K=k % config.bk == 0,
         EVEN_N=n % config.bn == 0,
         AHEAD=scales_ahead(b.scale, config.bn, config.bk, config.warps),
-        SPLIT=split,
+        PARTIAL=split > 1,
         PDL=pdl,
         BM=config.bm,
         BN=config.bn,

@@ -27,6 +27,7 @@ from beam_moe.kernels.mxfp8.gemm import (
     _capability,
     _contracting,
     _descriptor,
+    _serves,
     scales_ahead,
 )
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, _to_float, dequantize
@@ -37,25 +38,36 @@ DEQUANTIZE_ROWS = 512  # rows a group on average from which PyTorch's grouped GE
 
 
 def choose_grouped(
-    rows: int, groups: int, n: int, k: int, device: torch.device, *, x_dtype: torch.dtype, prepared: bool, plain: bool
+    rows: int,
+    groups: int,
+    n: int,
+    k: int,
+    device: torch.device,
+    *,
+    x_dtype: torch.dtype,
+    prepared: bool,
+    plain: bool,
+    turned: bool,
 ) -> GemmConfig:
     """The configuration of a grouped call: tuned if this device's table has the shape, else by the rules below.
 
     Args:
         rows: of all groups together, bounded by the host; ``rows / groups`` decides the tile.
-        plain: no bias and K-contiguous or N-contiguous weights, which the route ``dequantize`` asks for.
+        plain: no bias and a bf16 result, which the route ``dequantize`` asks for.
+        turned: the weights lie with N contiguous, as a dgrad's do.
     """
     per_group = triton.cdiv(rows, groups)
     library = _grouped_mm is not None and _capability(device)[0] >= 9 and n % 8 == 0 and k % 8 == 0
     if plain and library and x_dtype == torch.bfloat16 and per_group >= DEQUANTIZE_ROWS:
         return GemmConfig("dequantize")
     route = "fp16" if prepared else "bf16"
-    tuned = tuning.lookup(
-        device if device.type == "cuda" else None, "mxfp8_grouped", per_group, groups=groups, n=n, k=k, route=route
-    )
-    if tuned is not None:
-        return GemmConfig(**tuned)
+    shape = {"groups": groups, "n": n, "k": k, "route": route, "turned": int(turned)}
+    tuned = tuning.lookup(device if device.type == "cuda" else None, "mxfp8_grouped", per_group, **shape)
     bm = next((c for c in ROW_CLASSES if per_group <= c), ROW_CLASSES[-1])
+    if tuned is not None and _serves(tuned, per_group, x_dtype):
+        # an entry for many more rows would leave most of its tile empty
+        if tuned["bm"] <= 4 * bm and (tuned["route"] != "dequantize" or (plain and library)):
+            return GemmConfig(**tuned)
     if bm <= DECODE_ROWS:
         bn, bk, warps, stages = 64, 256 if bm <= 32 else 128, 4, 3 if bm <= 32 else 4
     else:
@@ -426,8 +438,17 @@ def grouped_gemm(
         return torch.empty(rows, n, dtype=target, device=a.device) if out is None else out
     x_dtype = torch.bfloat16 if mx else a.dtype
     if config is None:
-        plain = bias is None and target == torch.bfloat16 and 1 in b.data.stride()[1:]
-        config = choose_grouped(rows, groups, n, k, a.device, x_dtype=x_dtype, prepared=b.rows is not None, plain=plain)
+        config = choose_grouped(
+            rows,
+            groups,
+            n,
+            k,
+            a.device,
+            x_dtype=x_dtype,
+            prepared=b.rows is not None,
+            plain=bias is None and target == torch.bfloat16,
+            turned=b.data.stride(2) != 1,
+        )
     _require(
         config.route in ("bf16", "fp16", "dequantize"),
         f"{op}: config.route must be bf16, fp16 or dequantize, got {config.route!r}",

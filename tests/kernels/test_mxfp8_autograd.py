@@ -8,7 +8,8 @@ from beam_moe.kernels.mxfp8.autograd import grouped_linear, linear
 from beam_moe.testing import assert_close, error_ratio
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-LIMIT = {F32: 2e-6, FP16: 4e-4, BF16: 2.5e-3}
+# tensor cores truncate where they align the terms of a sum
+LIMIT = {F32: 1e-5 if torch.cuda.is_available() else 2e-6, FP16: 4e-4, BF16: 2.5e-3}
 
 
 def randn(*shape, seed):

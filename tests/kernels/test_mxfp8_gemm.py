@@ -17,7 +17,8 @@ from beam_moe.kernels.mxfp8.decode_block import ROW_NAN, ROW_WIDE, TOKEN_WIDE, n
 from beam_moe.kernels.mxfp8.gemm import GemmConfig, gemm
 from beam_moe.testing import assert_close
 
-LIMIT = {torch.float32: 2e-6, torch.float16: 4e-4, torch.bfloat16: 2.5e-3}
+# tensor cores truncate where they align the terms of a sum
+LIMIT = {torch.float32: 1e-5 if torch.cuda.is_available() else 2e-6, torch.float16: 4e-4, torch.bfloat16: 2.5e-3}
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 # each differs from the others in what it can get wrong: masks, two dots, splits, several token tiles
 TILES = [

@@ -9,7 +9,7 @@ from beam_moe.kernels.mxfp8.grouped import dequantize_groups, grouped_gemm, grou
 from beam_moe.testing import assert_close
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-LIMIT = 2e-6
+LIMIT = 1e-5 if torch.cuda.is_available() else 2e-6  # tensor cores truncate where they align the terms of a sum
 SIZES = {
     "ragged": (33, 0, 1, 20),
     "all-empty": (0, 0, 0, 0),
