@@ -23,11 +23,13 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from beam_moe import env
 from beam_moe.integrations.vllm import metrics
-from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe
+from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused, fused_moe
 from beam_moe.kernels.silu_mul import silu_mul
 
 PINNED_TOKENS = 32
 """Under ``VLLM_BATCH_INVARIANT`` every batch sums in the order of this size."""
+SERVES_MXFP8 = hasattr(fused, "MXFP8Tensor")
+"""Whether this build's `fused_moe` reads MXFP8 weights."""
 LARGEST_CALL = 16384
 """Most tokens `fused_moe` takes in one call."""
 
@@ -370,6 +372,8 @@ def give_experts(runner: Any) -> str | None:
     options = {"routed_scaling": float(runner.routed_scaling_factor), "single_rounding": True}
     chosen = getattr(method, "experts_cls", None)
     if isinstance(method, Mxfp8OnlineMoEMethod):
+        if not SERVES_MXFP8:
+            return "the fused layer takes no MXFP8 weights"
         experts = BeamMxfp8Experts.configured(**options)
         # the emulation backend's layout is the plain row-major one; other backends repack for their own kernels
         method.fp8_backend = Fp8MoeBackend.EMULATION

@@ -265,7 +265,7 @@ def installed_version() -> str | None:
 def in_window(version: str) -> bool:
     """Whether ``version`` lies in `WINDOW`."""
     found = re.match(r"(\d+)\.(\d+)", version)
-    return bool(found) and WINDOW[0] <= (int(found[1]), int(found[2])) < WINDOW[1]
+    return found is not None and WINDOW[0] <= (int(found[1]), int(found[2])) < WINDOW[1]
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:

@@ -103,16 +103,18 @@ class WeightSync:
             raise ValueError(f"router sync: {', '.join(undeclared)} came without a declaration")
         check_routers(routers, {n: t for n, t in tensors.items() if is_router(n)}, "arrived")
         manager = getattr(self.model_runner, "lora_manager", None)
-        adapters = dict(manager._adapter_manager._registered_adapters.cache) if manager is not None else {}
-        active = [i for i in manager._adapter_manager.lora_index_to_id if i is not None] if manager is not None else []
+        inner = None if manager is None else manager._adapter_manager
+        adapters = {} if inner is None else dict(inner._registered_adapters.cache)
+        active = [] if inner is None else [i for i in inner.lora_index_to_id if i is not None]
         model = self.model_runner.get_model()
         with nothing_left_behind():
             self.reload_weights(weights_iterator=checkpoint_names(model, tensors))  # type: ignore[attr-defined]
         # vLLM forgets its adapters on a reload; their factors are whole in host memory
-        for adapter in adapters.values():
-            manager._adapter_manager.add_adapter(adapter)
-        for number in active:
-            manager._adapter_manager.activate_adapter(number)
+        if inner is not None:
+            for adapter in adapters.values():
+                inner.add_adapter(adapter)
+            for number in active:
+                inner.activate_adapter(number)
         return self.beam_moe_check_routers(routers)
 
     def beam_moe_check_routers(self, routers: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,0 +1,157 @@
+"""``beam-moe``: what this installation can do, and what a running engine does with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from beam_moe import env
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich_markup_mode=None)
+
+PACKAGES = ("beam-moe", "torch", "triton", "vllm", "megatron-core", "megatron-bridge", "transformers")
+
+
+@app.callback()
+def main() -> None:
+    """Commands of beam-moe."""
+
+
+def _table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    console = Console()
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*("-" if cell is None else str(cell) for cell in row))
+    console.print(table)
+
+
+def machine() -> list[tuple[str, str]]:
+    """GPUs and versions, as rows of name and value."""
+    rows = [("python", platform.python_version())]
+    for name in PACKAGES:
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, "not installed"))
+    if importlib.util.find_spec("torch") is None:
+        return rows
+    import torch
+
+    if not torch.cuda.is_available():
+        return [*rows, ("GPU", "none: kernels run in Triton's interpreter (TRITON_INTERPRET=1) only")]
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        rows.append((f"GPU {i}", f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB"))
+    return rows
+
+
+def kernels(model: str, tp: int, ep: int, device: str | None) -> list[list[Any]]:
+    """Per kind of layer of a checkpoint's configuration on one rank: what serves it, and how its launch is chosen.
+
+    Args:
+        model: a folder with ``config.json``, or the file.
+        tp, ep: the engine's parallelism.
+        device: a device name as CUDA reports it, for the tuned table; None for the current one.
+    """
+    from beam_moe.config import BeamMoEConfig
+    from beam_moe.kernels.tuning import lookup
+
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    raw = json.loads(path.read_text())
+    try:
+        config = BeamMoEConfig.from_hf(raw)
+    except ValueError as error:
+        return [["MoE layers", "vLLM's experts", str(error)]]
+    shard = config.shard(tp=tp, ep=ep)
+    sparse = sum(config.sparse)
+    rows: list[list[Any]] = []
+    if sparse < config.num_layers:
+        rows.append([f"{config.num_layers - sparse} dense", "vLLM's linear layers, adapters by its LoRA kernels", None])
+    what = f"{sparse} sparse: {shard.num_experts} experts, H {shard.hidden}, I {shard.intermediate}, top-{shard.top_k}"
+    reason = why_not((raw.get("architectures") or ["?"])[0], raw)
+    if reason is not None:
+        return [*rows, [what, "vLLM's experts", reason]]
+    shape = {
+        "top_k": shard.top_k,
+        "experts": shard.num_experts,
+        "hidden": shard.hidden,
+        "intermediate": shard.intermediate,
+    }
+    tuned = lookup(device, "moe_lora", 16, **shape) is not None
+    return [
+        *rows,
+        [what, "beam_moe.kernels.moe_lora", "tuned table" if tuned else "launched by heuristic: no tuned entry"],
+    ]
+
+
+def why_not(architecture: str, raw: dict[str, Any]) -> str | None:
+    """Why vLLM's experts keep a model, from ``BEAM_MOE_VLLM`` and its configuration; None when ours take it."""
+    wanted = env.text("VLLM").strip()
+    names = {n.strip().lower() for n in wanted.split(",")}
+    if not ("all" in names or architecture.lower() in names or (architecture == "BeamForCausalLM" and "beam" in names)):
+        return f"BEAM_MOE_VLLM={wanted} does not name {architecture}"
+    quantised = (raw.get("quantization_config") or {}).get("quant_method")
+    return f"its checkpoint is quantised ({quantised})" if quantised else None
+
+
+def ask(url: str) -> list[dict[str, Any]]:
+    """The report of every worker of a running server (vLLM's development mode, with our worker extension)."""
+    body = json.dumps({"method": "beam_moe_report"}).encode()
+    request = urllib.request.Request(f"{url.rstrip('/')}/collective_rpc", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        results = json.load(reply)["results"]
+    return [r if isinstance(r, dict) else json.loads(r) for r in results]
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="folder or config.json of a checkpoint: what would serve it")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="tensor parallel size")] = 1,
+    ep: Annotated[int, typer.Option(help="expert parallel size")] = 1,
+    device: Annotated[Optional[str], typer.Option(help="device name, for its tuned table")] = None,  # noqa: UP045
+    url: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="a running vLLM server: VLLM_SERVER_DEV_MODE=1 and our --worker-extension-cls"),
+    ] = None,
+) -> None:
+    """GPU and versions, which seams into vLLM are active, which kernel serves which layer and why not."""
+    _table("Machine", ["what", "value"], [list(row) for row in machine()])
+    settings = [[f"BEAM_MOE_{name}", env.text(name), variable.meaning] for name, variable in env.VARIABLES.items()]
+    _table("Settings", ["variable", "value", "meaning"], settings)
+
+    from beam_moe.integrations.vllm import seams
+
+    problems = seams.check()
+    if problems:
+        _table("vLLM plugin: inactive, vLLM keeps its own behaviour", ["why"], [[p] for p in problems])
+    else:
+        rows = [[s.symbol, s.kind, s.why, s.until] for s in seams.SEAMS]
+        _table(f"vLLM {seams.installed_version()}: seams in use", ["symbol", "kind", "why", "can go when"], rows)
+    if model is not None:
+        _table(f"Kernels for {model}", ["layers of a rank", "served by", "why"], kernels(model, tp, ep, device))
+    if url is not None:
+        for rank, worker in enumerate(ask(url)):
+            rows = [
+                [r["layer"], r["experts"], r["ours_up_to_tokens"], r["lora"], r["reason"]] for r in worker["layers"]
+            ]
+            _table(f"Worker {rank}", ["layer", "experts", "ours up to", "LoRA", "why not"], rows)
+            _table(
+                "calls", ["path", "detail", "calls"], [[c["path"], c["detail"], c["calls"]] for c in worker["calls"]]
+            )
+
+
+if __name__ == "__main__":
+    app()

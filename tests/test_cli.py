@@ -1,0 +1,94 @@
+"""``beam-moe doctor`` on a machine without engines, for a checkpoint, and against a server."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from beam_moe import cli
+
+CONFIG = {
+    "architectures": ["BeamForCausalLM"], "model_type": "beam", "hidden_size": 5120, "intermediate_size": 20480,
+    "num_hidden_layers": 52, "moe_intermediate_size": 2560, "num_experts": 256, "num_experts_per_tok": 8,
+    "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "hidden_act": "silu",
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 49, "vocab_size": 151936, "num_attention_heads": 48,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(cli.app, ["doctor", *args], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_doctor_without_arguments():
+    """Versions, settings and the state of the plugin, whatever is installed."""
+    out = run()
+    assert "torch" in out and "BEAM_MOE_STRICT" in out
+    assert "not installed" in out or "seams in use" in out
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({}, None),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "does not name Qwen3MoeForCausalLM"),
+    ],
+)
+def test_which_kernel_serves_a_checkpoint(tmp_path, change, reason):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    dense, sparse = cli.kernels(str(tmp_path), 8, 1, "no such device")
+    assert dense[0] == "3 dense" and "49 sparse: 256 experts, H 5120, I 320, top-8" in sparse[0]
+    if reason is None:
+        assert sparse[1] == "beam_moe.kernels.moe_lora" and "heuristic" in sparse[2]
+    else:
+        assert sparse[1] == "vLLM's experts" and reason in sparse[2]
+    assert "49 sparse" in run("--model", str(tmp_path), "--tp", "8")
+
+
+@pytest.mark.parametrize(
+    "change, reason", [({"hidden_act": "gelu"}, "hidden_act"), ({"swiglu_limit": 7.0}, "swiglu_limit")]
+)
+def test_layers_the_kernel_has_no_term_for(tmp_path, change, reason):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    [[_, served, why]] = cli.kernels(str(tmp_path), 8, 1, None)
+    assert served == "vLLM's experts" and reason in why
+
+
+def test_environment_decides_for_other_models(monkeypatch):
+    monkeypatch.setenv("BEAM_MOE_VLLM", "all")
+    assert cli.why_not("Qwen3MoeForCausalLM", {}) is None
+    monkeypatch.setenv("BEAM_MOE_VLLM", "0")
+    assert "does not name" in cli.why_not("BeamForCausalLM", {})
+
+
+def test_report_of_a_running_server():
+    row = {"layer": "model.layers.3.mlp.experts", "experts": "TritonExperts", "ours_up_to_tokens": 0, "lora": False}
+    report = {
+        "layers": [{**row, "reason": "EPLB moves its experts"}],
+        "calls": [{"path": "fallback", "detail": "EPLB", "calls": 4}],
+    }
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"results": [report]}).encode())
+
+        def log_message(self, *args):
+            return None
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        out = run("--url", f"http://127.0.0.1:{server.server_port}/")
+    finally:
+        server.shutdown()
+    assert asked == [("/collective_rpc", {"method": "beam_moe_report"})]
+    assert "model.layers.3.mlp.experts" in out and "EPLB moves its experts" in out and "fallback" in out
