@@ -39,7 +39,7 @@ EPS = 1e-20
 _BLOCK_E = 16  # the short side of the matrix instruction; 64 would select another instruction and another order of sums
 _BLOCK_K = 64
 _TARGET_PROGRAMS = 128
-_COUNTERS = 4096  # int32 of one stream: the arrivals of every block of one fused launch
+_COUNTERS = 256  # int32 of one stream: the arrivals at each token block of one fused launch
 
 
 @triton.jit
@@ -129,26 +129,39 @@ def _order_key(v, index, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _add_planes(ptrs, plane, mask, other, PLANES: tl.constexpr):
+    """fp32 sum of PLANES partial sums ``plane`` elements apart, in their order."""
+    # .cg: other programs of the same launch may have written them
+    total = tl.load(ptrs, mask=mask, other=other, cache_modifier=".cg").to(tl.float32)
+    for i in tl.static_range(1, PLANES):
+        total += tl.load(ptrs + i * plane, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
 def _choose(
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, mask_row, E, stride_lt,
+    in_ptr, plane, stride_in, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, mask_row, E, PLANES: tl.constexpr,
     TOP_K: tl.constexpr, N_GROUP: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, EPS: tl.constexpr,
     ROWS: tl.constexpr, GROUPS_P2: tl.constexpr, GROUP_P2: tl.constexpr, TOP_K_P2: tl.constexpr,
     LIBDEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Score, choose and write ROWS rows of logits. Slot ``g * GROUP_P2 + j`` of a row is expert ``g * GROUP + j``."""
+    """Score, choose and write ROWS rows of logits, given as PLANES partial sums; of several the sum is written too.
+
+    Slot ``g * GROUP_P2 + j`` of a row is expert ``g * GROUP + j``.
+    """
     SLOTS: tl.constexpr = GROUPS_P2 * GROUP_P2
     NEVER: tl.constexpr = -(2**63)
     group = tl.arange(0, GROUPS_P2)
     within = tl.arange(0, GROUP_P2)
     expert = group[:, None] * GROUP + within[None, :]  # (GROUPS_P2, GROUP_P2)
     real = (group[:, None] < N_GROUP) & (within[None, :] < GROUP)
-    logits_row = logits_ptr + row.to(tl.int64) * stride_lt
-    # .cg: another program of the same launch may have written them
-    logits = tl.load(
-        logits_row[:, None, None] + expert[None, :, :], mask=mask_row[:, None, None] & real[None, :, :],
-        other=-float("inf"), cache_modifier=".cg",
-    ).to(tl.float32)  # fmt: skip
+    mask_logits = mask_row[:, None, None] & real[None, :, :]
+    in_row = in_ptr + row.to(tl.int64) * stride_in
+    logits = _add_planes(in_row[:, None, None] + expert[None, :, :], plane, mask_logits, -float("inf"), PLANES)
+    if PLANES > 1:
+        logits_row = logits_ptr + row.to(tl.int64) * E
+        tl.store(logits_row[:, None, None] + expert[None, :, :], logits, mask=mask_logits)
     row_max = tl.zeros((ROWS,), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32) + 1.0
     if SOFTMAX:
@@ -188,7 +201,7 @@ def _choose(
         ids = tl.where((k == i)[None, :], best_expert[:, None], ids)
 
     mask = mask_row[:, None] & (k < TOP_K)[None, :]
-    chosen = tl.load(logits_row[:, None] + ids, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    chosen = _add_planes(in_row[:, None] + ids, plane, mask, 0.0, PLANES)
     weights = _score(chosen, row_max[:, None], row_sum[:, None], SOFTMAX, LIBDEVICE)
     if RENORMALIZE:
         total_weight = tl.sum(tl.where(k[None, :] < TOP_K, weights, 0.0), 1) + EPS
@@ -203,11 +216,11 @@ def _logits_kernel(
     x_ptr,  # (T, H)
     w_ptr,  # (E, H)
     bias_ptr,  # (E,)
-    partial_ptr,  # (SPLITS, T, E)
-    logits_ptr,  # (T, E)
+    planes_ptr,  # (SPLITS or 1, T, E)
+    logits_ptr,  # (T, E), the same as planes_ptr where that is one plane
     weights_ptr,  # (T, TOP_K)
     ids_ptr,  # (T, TOP_K)
-    counter_ptr,  # (token blocks, expert blocks + 1), zero before and after
+    counter_ptr,  # (token blocks,), zero before and after
     T,
     H,
     E,
@@ -215,8 +228,8 @@ def _logits_kernel(
     stride_we,
     SPLITS: tl.constexpr,
     SHARE: tl.constexpr,  # of H, a multiple of BLOCK_K
-    SPLIT_GRID: tl.constexpr,  # the shares are programs of their own; their last one adds them up
-    FUSED: tl.constexpr,  # the last program of a token block chooses the experts
+    SPLIT_GRID: tl.constexpr,  # the shares are programs of their own, each with a plane of results
+    FUSED: tl.constexpr,  # the last program of a token block adds the planes and chooses the experts
     X_PIECES: tl.constexpr,
     W_PIECES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -244,7 +257,6 @@ def _logits_kernel(
         gdc_launch_dependents()  # the next launch waits for this one's end before it reads anything
     block_e = tl.program_id(0)
     block_t = tl.program_id(1)
-    blocks_e = tl.num_programs(0)
     e = block_e * BLOCK_E + tl.arange(0, BLOCK_E)
     t = block_t * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_e = e < E
@@ -252,27 +264,16 @@ def _logits_kernel(
     mask = mask_e[:, None] & mask_t[None, :]
     offs = t.to(tl.int64)[None, :] * E + e[:, None]
 
+    plane = tl.cast(T, tl.int64) * E
     if SPLIT_GRID:
         split = tl.program_id(2)
-        plane = tl.cast(T, tl.int64) * E
         first = split * SHARE
         part = _logits_share(
             x_ptr, w_ptr, e, mask_e, t, mask_t, first, tl.minimum(first + SHARE, H), H, stride_xt, stride_we,
             BLOCK_E, BLOCK_T, BLOCK_K, X_PIECES, W_PIECES, EVEN_K, MMA,
         )  # fmt: skip
-        tl.store(partial_ptr + split * plane + offs, part, mask=mask)
-        counter = counter_ptr + block_t * (blocks_e + 1) + block_e
-        tl.debug_barrier()  # every thread's stores come before the release of the one that counts
-        last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
-        if last:
-            tl.store(counter, 0)
-            # the planes in their order, whoever came last
-            total = tl.load(partial_ptr + offs, mask=mask, other=0.0, cache_modifier=".cg")
-            for s in tl.static_range(1, SPLITS):
-                total += tl.load(partial_ptr + s * plane + offs, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(logits_ptr + offs, total, mask=mask)
+        tl.store(planes_ptr + split * plane + offs, part, mask=mask)
     else:
-        last = block_e >= 0
         total = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
         for s in range(SPLITS):
             part = _logits_share(
@@ -281,32 +282,34 @@ def _logits_kernel(
                 BLOCK_E, BLOCK_T, BLOCK_K, X_PIECES, W_PIECES, EVEN_K, MMA,
             )  # fmt: skip
             total = tl.where(s == 0, part, total + part)
-        tl.store(logits_ptr + offs, total, mask=mask)
+        tl.store(planes_ptr + offs, total, mask=mask)
 
     if FUSED:
-        if last:
-            arrivals = counter_ptr + block_t * (blocks_e + 1) + blocks_e
-            tl.debug_barrier()
-            if tl.atomic_add(arrivals, 1, sem="acq_rel") == blocks_e - 1:
-                tl.store(arrivals, 0)
-                for start in range(0, BLOCK_T, ROWS):
-                    row = block_t * BLOCK_T + start + tl.arange(0, ROWS)
-                    _choose(
-                        logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E, E,
-                        TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
-                        ROWS, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
-                    )  # fmt: skip
+        counter = counter_ptr + block_t
+        tl.debug_barrier()  # every thread's stores come before the release of the one that counts
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrived == tl.num_programs(0) * tl.num_programs(2) - 1:
+            tl.store(counter, 0)
+            for start in range(0, BLOCK_T, ROWS):
+                row = block_t * BLOCK_T + start + tl.arange(0, ROWS)
+                _choose(
+                    planes_ptr, plane, E, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E,
+                    SPLITS if SPLIT_GRID else 1, TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
+                    ROWS, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
-    logits_ptr,  # (T, E)
+    planes_ptr,  # (PLANES, T, E)
+    logits_ptr,  # (T, E), written where there are several planes
     bias_ptr,  # (E,)
     weights_ptr,  # (T, TOP_K)
     ids_ptr,  # (T, TOP_K)
     T,
     E,
-    stride_lt,
+    stride_pt,
+    PLANES: tl.constexpr,
     TOP_K: tl.constexpr,
     N_GROUP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -327,8 +330,8 @@ def _route_kernel(
         gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _choose(
-        logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E, stride_lt,
-        TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
+        planes_ptr, tl.cast(T, tl.int64) * E, stride_pt, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E,
+        PLANES, TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
         ROWS, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
     )  # fmt: skip
 
@@ -384,7 +387,7 @@ def _check_device(op: str, like: torch.Tensor, **others: torch.Tensor | None) ->
             raise ValueError(f"{op}: {name} must be on {like.device}, got {t.device}")
 
 
-def _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize, rows) -> dict:
+def _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize) -> dict:
     group = experts // n_group
     return {
         "TOP_K": top_k,
@@ -395,7 +398,6 @@ def _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renorm
         "SOFTMAX": scoring == "softmax",
         "RENORMALIZE": renormalize,
         "EPS": EPS,
-        "ROWS": rows,
         "GROUPS_P2": triton.next_power_of_2(n_group),
         "GROUP_P2": triton.next_power_of_2(group),
         "TOP_K_P2": triton.next_power_of_2(top_k),
@@ -416,7 +418,7 @@ def shares(experts: int, hidden: int) -> tuple[int, int]:
 def heuristic(tokens: int) -> dict:
     """Launch parameters without a table; none of them changes a bit of the result."""
     if tokens <= 64:
-        return {"block_t": 16, "fused": tokens <= 32, "split_grid": True, "warps": 4, "stages": 6}
+        return {"block_t": 16, "fused": tokens <= 16, "split_grid": True, "warps": 4, "stages": 6}
     if tokens <= 512:
         return {"block_t": 64, "fused": False, "split_grid": True, "warps": 4, "stages": 4}
     return {"block_t": 64, "fused": False, "split_grid": False, "warps": 4, "stages": 3}
@@ -461,14 +463,14 @@ def _supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _launch_route(logits, bias, top_k, n_group, topk_group, scoring, renormalize, weights, ids, pdl=False) -> None:
-    tokens, experts = logits.shape
-    slots = triton.next_power_of_2(n_group) * triton.next_power_of_2(experts // n_group)
+def _launch_route(planes, logits, bias, constants, weights, ids, pdl=False) -> None:
+    """``planes`` (PLANES, T, E) with innermost stride 1; ``constants`` as `_choice_constants` gives them."""
+    count, tokens, experts = planes.shape
+    slots = constants["GROUPS_P2"] * constants["GROUP_P2"]
     rows = 1 if tokens <= 1024 else max(1, min(8, 1024 // slots))
     _route_kernel[(triton.cdiv(tokens, rows),)](
-        logits, bias, weights, ids, tokens, experts, logits.stride(0),
-        **_choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize, rows),
-        PDL=pdl, num_warps=1 if slots <= 256 else 4, **({"launch_pdl": True} if pdl else {}),
+        planes, logits, bias, weights, ids, tokens, experts, planes.stride(1), PLANES=count,
+        **constants, ROWS=rows, PDL=pdl, num_warps=1 if slots <= 256 else 4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -482,32 +484,29 @@ def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, ren
     if tokens == 0:
         return weights, ids, logits
     config = tuning.lookup(x.device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
-    block_t, fused, split_grid = config["block_t"], config["fused"], config["split_grid"]
-    splits, share = shares(experts, hidden)
+    block_t, split_grid = config["block_t"], config["split_grid"]
     blocks_e, blocks_t = triton.cdiv(experts, _BLOCK_E), triton.cdiv(tokens, block_t)
-    split_grid = split_grid and splits > 1
-    counters = None
-    if split_grid or fused:
-        counters = _counters.get(x.device) if blocks_t * (blocks_e + 1) <= _COUNTERS else None
-        if counters is None:
-            split_grid = fused = False
-    partial = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device) if split_grid else logits
-    slots = triton.next_power_of_2(n_group) * triton.next_power_of_2(experts // n_group)
-    rows = max(1, min(block_t, 4096 // slots))
-    pdl = _supports_pdl(x.device)
+    counters = _counters.get(x.device) if config["fused"] and blocks_t <= _COUNTERS else None
+    fused = counters is not None
+    splits, share = shares(experts, hidden)
+    planes = logits.unsqueeze(0)
+    if split_grid and splits > 1:
+        planes = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
+    constants = _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize)
+    rows = max(1, min(block_t, 4096 // (constants["GROUPS_P2"] * constants["GROUP_P2"])))
+    pdl = _supports_pdl(x.device) and not fused
     with torch.cuda.device_of(x):
-        _logits_kernel[(blocks_e, blocks_t, splits if split_grid else 1)](
-            x, gate_weight, bias, partial, logits, weights, ids, counters,
+        _logits_kernel[(blocks_e, blocks_t, len(planes))](
+            x, gate_weight, bias, planes, logits, weights, ids, counters,
             tokens, hidden, experts, x.stride(0), gate_weight.stride(0),
-            SPLITS=splits, SHARE=share, SPLIT_GRID=split_grid, FUSED=fused,
-            X_PIECES=PIECES[x.dtype], W_PIECES=PIECES[gate_weight.dtype],
-            **_choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize, rows),
+            SPLITS=splits, SHARE=share, SPLIT_GRID=len(planes) > 1, FUSED=fused,
+            X_PIECES=PIECES[x.dtype], W_PIECES=PIECES[gate_weight.dtype], **constants, ROWS=rows,
             BLOCK_E=_BLOCK_E, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, EVEN_K=hidden % _BLOCK_K == 0,
             MMA=tl.float32 if _INTERPRETED else tl.bfloat16,  # the interpreter multiplies the bit patterns of bf16
-            PDL=pdl and not fused, num_warps=config["warps"], num_stages=config["stages"],
+            PDL=pdl, num_warps=config["warps"], num_stages=config["stages"],
         )  # fmt: skip
         if not fused:
-            _launch_route(logits, bias, top_k, n_group, topk_group, scoring, renormalize, weights, ids, pdl)
+            _launch_route(planes, logits, bias, constants, weights, ids, pdl)
     return weights, ids, logits
 
 
@@ -535,7 +534,8 @@ def _route(logits, bias, top_k, n_group, topk_group, scoring, renormalize):
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if tokens:
         with torch.cuda.device_of(logits):
-            _launch_route(logits, bias, top_k, n_group, topk_group, scoring, renormalize, weights, ids)
+            constants = _choice_constants(logits.shape[1], bias, top_k, n_group, topk_group, scoring, renormalize)
+            _launch_route(logits.unsqueeze(0), logits, bias, constants, weights, ids)
     return weights, ids
 
 
@@ -567,7 +567,7 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, ...]:
     """Router of one layer: logits in fp32, scores, and the experts of each token. See the head of this file.
 
-    One launch at decode (the last program to finish the logits of a block of tokens chooses their experts), two beyond.
+    One launch for a few tokens (the last program to finish with a block of tokens chooses their experts), else two.
     Nothing is copied, and nothing allocated but results and partial sums. The first call on a device should not be
     inside a graph capture: it would work, in two launches.
 
