@@ -1,5 +1,6 @@
 """Checkpoints of the distributed optimizer for parameters of two types, such as a bf16 model with an fp32 router."""
 
+import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
@@ -20,15 +21,29 @@ def repair_group_map(optimizer: DistributedOptimizer) -> int:
 
 
 def install() -> None:
-    """Run `repair_group_map` on every distributed optimizer as it is built. Idempotent."""
-    original = DistributedOptimizer.__init__
-    if getattr(original, "__beam_moe__", False):
+    """Mend every distributed optimizer: `repair_group_map` as it is built, and loading. Idempotent.
+
+    The optimizer's own shard of an fp32 parameter is a view of that parameter, not a copy: loading a checkpoint writes
+    into it, which autograd refuses outside ``no_grad``. And PyTorch's Adam, used without Transformer Engine and Apex,
+    comes back with one step counter for all parameters, which each of them then advances.
+    """
+    build, load = DistributedOptimizer.__init__, DistributedOptimizer.load_state_dict
+    if getattr(build, "__beam_moe__", False):
         return
 
     def __init__(self, *args, **kwargs):
-        original(self, *args, **kwargs)
+        build(self, *args, **kwargs)
         if not self.is_stub_optimizer:
             repair_group_map(self)
 
-    __init__.__beam_moe__, __init__.__wrapped__ = True, original
-    DistributedOptimizer.__init__ = __init__
+    def load_state_dict(self, state_dict):
+        steps = {group["step"] for group in state_dict["optimizer"]["param_groups"] if "step" in group}
+        with torch.no_grad():
+            load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor) and len(steps) == 1:
+                state["step"] = torch.full_like(state["step"], float(*steps))
+
+    for ours, theirs in ((__init__, build), (load_state_dict, load)):
+        ours.__beam_moe__, ours.__wrapped__ = True, theirs
+    DistributedOptimizer.__init__, DistributedOptimizer.load_state_dict = __init__, load_state_dict

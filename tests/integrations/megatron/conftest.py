@@ -50,7 +50,7 @@ def ranks(fork_server, request, tmp_path):
         calls.append(name)
         body = (str(request.path), name)
         processes = [
-            fork_server.Process(target=main, args=(*body, rank, world, str(folder), json.dumps(kwargs)), daemon=True)
+            fork_server.Process(target=main, args=(*body, rank, world, str(folder), json.dumps(kwargs)))
             for rank in range(world)
         ]
         for p in processes:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import traceback
 from datetime import timedelta
@@ -43,4 +44,6 @@ def main(file: str, name: str, rank: int, world: int, folder: str, kwargs: str) 
     except BaseException:
         torch.save({"error": traceback.format_exc()}, result)
     finally:
+        for child in multiprocessing.active_children():  # the checkpoint writer's queue
+            child.terminate()
         os._exit(0)  # a rank that failed must not wait for the others in a destructor

@@ -83,6 +83,8 @@ def cpu_only() -> None:
                 kwargs["device"] = "cpu"
             if func is torch.Tensor.cuda:
                 return args[0]
+            if func is torch.Tensor.type and len(args) == 1:  # optimizers compare with "torch.cuda.FloatTensor"
+                return func(*args).replace("torch.", "torch.cuda.")
             return func(*args, **kwargs)
 
     CudaToCpu().__enter__()
