@@ -337,6 +337,8 @@ def _route_kernel(
 
 
 _INTERPRETED = isinstance(_route_kernel, InterpretedFunction)
+# no contraction to fused multiply-adds, which the compiler may decide differently in each kernel
+_SAME_BITS = {"enable_fp_fusion": False}
 
 
 def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring) -> tuple[int, int]:
@@ -470,7 +472,8 @@ def _launch_route(planes, logits, bias, constants, weights, ids, pdl=False) -> N
     rows = 1 if tokens <= 1024 else max(1, min(8, 1024 // slots))
     _route_kernel[(triton.cdiv(tokens, rows),)](
         planes, logits, bias, weights, ids, tokens, experts, planes.stride(1), PLANES=count,
-        **constants, ROWS=rows, PDL=pdl, num_warps=1 if slots <= 256 else 4, **({"launch_pdl": True} if pdl else {}),
+        **constants, ROWS=rows, PDL=pdl, num_warps=1 if slots <= 256 else 4, **_SAME_BITS,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -503,7 +506,7 @@ def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, ren
             X_PIECES=PIECES[x.dtype], W_PIECES=PIECES[gate_weight.dtype], **constants, ROWS=rows,
             BLOCK_E=_BLOCK_E, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, EVEN_K=hidden % _BLOCK_K == 0,
             MMA=tl.float32 if _INTERPRETED else tl.bfloat16,  # the interpreter multiplies the bit patterns of bf16
-            PDL=pdl, num_warps=config["warps"], num_stages=config["stages"],
+            PDL=pdl, num_warps=config["warps"], num_stages=config["stages"], **_SAME_BITS,
         )  # fmt: skip
         if not fused:
             _launch_route(planes, logits, bias, constants, weights, ids, pdl)
