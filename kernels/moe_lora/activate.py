@@ -61,8 +61,8 @@ def _activate_kernel(
     s_ptr,  # (TILES, P, R)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
-    order_ptr,  # (P,)
-    table_ptr,  # (3 * MAX_BLOCKS + 1,)
+    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
+    block_experts_ptr,  # (MAX_BLOCKS,)
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
@@ -97,7 +97,7 @@ def _activate_kernel(
     tile = tl.program_id(0)
     block = tl.program_id(1)
     expert, pair, mask_m = block_rows(
-        topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, T * TOP_K, E_GLOBAL, E, MAX_BLOCKS,
+        topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
         BLOCK_M, BLOCK_P, HAS_MAP,
     )  # fmt: skip
     P = tl.cast(T * TOP_K, tl.int64)
@@ -152,14 +152,15 @@ def _activate_kernel(
                             g, u = _adapt(g, u, bg, bu, t_rows, t_plane, mine, r, live, RANK, NA, SPLITS, INTERPRETED)
 
         h = (g * tl.sigmoid(g) * u).to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + pair[:, None] * I + i[None, :], h, mask=mask)
+        tl.store(h_ptr + pair[:, None] * I + i[None, :], h, mask=mask, eviction_policy="evict_last")
 
         if RANK > 0:
             out = s_ptr + (tile * P + pair)[:, None] * RANK
             zero = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
             mine = (slot_m == first_slot) & (live_0 > 0)
             s = tl.trans(dot(a_0, tl.trans(h), zero, INTERPRETED))
-            tl.store(out + r_0[None, :], s, mask=mine[:, None] & (r_0 < live_0)[None, :])
+            mask = mine[:, None] & (r_0 < live_0)[None, :]
+            tl.store(out + r_0[None, :], s, mask=mask, eviction_policy="evict_last")
             if MORE:
                 for slot in range(SLOTS):
                     live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)

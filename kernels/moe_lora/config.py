@@ -23,7 +23,10 @@ class MoEConfig:
     """
 
     block_m: int = 16  # routed rows of a block
-    inline_plan: bool = False  # no plan: each block looks its rows up among all pairs, which pays while they are few
+    rows: str = (
+        "plan"  # how a block finds its rows: "plan"; "search" all pairs, which pays while they are few; "direct",
+    )
+    # one block a pair, while hardly two tokens share an expert
     plan_warps: int = 4
     plan_experts: int = 1  # experts that one program of the plan writes
     up_block_n: int = 64
@@ -42,7 +45,6 @@ class MoEConfig:
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
-    stream: bool = False  # weights leave L2 first, so that what the launches hand on stays
 
     @classmethod
     def pick(cls, device: torch.device, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
@@ -63,7 +65,7 @@ class MoEConfig:
         big = block_m >= 64
         return cls(
             block_m=block_m,
-            inline_plan=tokens * top_k <= 256,
+            rows="direct" if tokens * top_k <= 16 else "search" if tokens * top_k <= 128 else "plan",
             plan_warps=4 if tokens * top_k <= 1024 else 8,
             plan_experts=1 if tokens * top_k <= 4096 else triton.cdiv(experts, 128),
             up_block_n=128 if big else 64,
@@ -90,7 +92,7 @@ class MoEConfig:
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
-        return pairs if self.inline_plan else min(pairs, experts + pairs // self.block_m)
+        return min(pairs, experts + pairs // self.block_m) if self.rows == "plan" else pairs
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -98,7 +100,7 @@ class MoEConfig:
 
 CHOICES = {
     "block_m": (16, 32, 64, 128),
-    "inline_plan": (False, True),
+    "rows": ("plan", "search", "direct"),
     "plan_warps": (2, 4, 8),
     "plan_experts": (1, 2, 4),
     "splits": (1, 2, 4, 5, 8, 10),
@@ -117,7 +119,6 @@ CHOICES = {
     "combine_block_h": (128, 256, 512, 1024),
     "combine_block_t": (1, 2, 4),
     "combine_warps": (2, 4, 8),
-    "stream": (False, True),
 }
 
 

@@ -3,7 +3,8 @@
     w2  (E, H, I)       as x     h  (P, I)  as x     s  (TILES, P, R)  fp32, planes added in their order
     b2  (L, E, H, R)    as x     y  (P, H)  fp32
 
-Where B2 is shared over experts, `combine` applies it once a token instead, to v = sum_k w[k] s[k] formed here.
+Where B2 is shared over experts, `combine` applies it once a token instead, to v = sum_k w[k] s[k] formed here. y is
+stored to leave L2 last: the stream of weights would push it out to memory, and reads that alternate with writes are slow.
 """
 
 import triton
@@ -18,6 +19,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     load_ranks,
     local_expert,
     planned_rows,
+    single_row,
     wait_for_previous,
 )
 
@@ -99,8 +101,8 @@ def _down_kernel(
     topk_weights_ptr,  # (P,)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
-    order_ptr,  # (P,)
-    table_ptr,  # (3 * MAX_BLOCKS + 1,)
+    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
+    block_experts_ptr,  # (MAX_BLOCKS,)
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
@@ -123,7 +125,7 @@ def _down_kernel(
     MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
     HAS_MAP: tl.constexpr,
     WHOLE: tl.constexpr,  # a step takes the whole of I, and h stays in shared memory
-    STREAM: tl.constexpr,
+    DIRECT: tl.constexpr,
     TILES_PER_PROGRAM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -139,7 +141,6 @@ def _down_kernel(
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     EVEN_N: tl.constexpr = H % (BLOCK_N * TILES_PER_PROGRAM) == 0
-    EVICT: tl.constexpr = "evict_first" if STREAM else ""
     ADAPTED: tl.constexpr = RANK > 0 and not SHARED_B
     first_tile = tl.program_id(0) * TILES_PER_PROGRAM
     block = tl.program_id(1)
@@ -156,7 +157,10 @@ def _down_kernel(
                 )  # fmt: skip
             return
         block -= token_blocks
-    expert, pair, mask_m = planned_rows(order_ptr, table_ptr, block, MAX_BLOCKS, BLOCK_M)
+    if DIRECT:
+        expert, pair, mask_m = single_row(topk_ids_ptr, expert_map_ptr, block, T * TOP_K, E_GLOBAL, E, BLOCK_M, HAS_MAP)
+    else:
+        expert, pair, mask_m = planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M)
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
@@ -190,10 +194,10 @@ def _down_kernel(
                 acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
                 for step in tl.static_range(STEPS):
                     if EVEN_K and EVEN_N:
-                        w = tl.load(w_tile + step * BLOCK_K, eviction_policy=EVICT)
+                        w = tl.load(w_tile + step * BLOCK_K)
                     else:
                         mask = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
-                        w = tl.load(w_tile + step * BLOCK_K, mask=mask, other=0.0, eviction_policy=EVICT)
+                        w = tl.load(w_tile + step * BLOCK_K, mask=mask, other=0.0)
                     acc = dot(w, h_tiles[step], acc, INTERPRETED)
                 y = tl.trans(acc)
                 if ADAPTED:
@@ -201,7 +205,9 @@ def _down_kernel(
                         y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
                         enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
                     )  # fmt: skip
-                tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :])
+                tl.store(
+                    y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"
+                )
         else:
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for step in range(STEPS * TILES_PER_PROGRAM):
@@ -211,11 +217,11 @@ def _down_kernel(
                 mask_n = n < H
                 w_ptrs = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn + k
                 if EVEN_K and EVEN_N:
-                    w = tl.load(w_ptrs, eviction_policy=EVICT)
+                    w = tl.load(w_ptrs)
                     h = tl.load(h_rows + k, mask=mask_m[:, None], other=0.0)
                 else:
                     mask_k = k + offs_k < I
-                    w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0, eviction_policy=EVICT)
+                    w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
                     h = tl.load(h_rows + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
                 acc = dot(w, tl.trans(h), acc, INTERPRETED)
                 if step % STEPS == STEPS - 1:
@@ -225,5 +231,7 @@ def _down_kernel(
                             y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
                             enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
                         )  # fmt: skip
-                    tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :])
+                    tl.store(
+                        y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"
+                    )
                     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

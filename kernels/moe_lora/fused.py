@@ -142,14 +142,14 @@ def _run(
     pdl = x.device.type == "cuda" and _supports_pdl(x.device.index)
     extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     blocks = cfg.blocks(pairs, experts)
-    block_p = max(16, triton.next_power_of_2(pairs)) if cfg.inline_plan else 0
-    order, table = buffers.order, buffers.table
+    block_p = {"plan": 0, "direct": 1, "search": max(16, triton.next_power_of_2(pairs))}[cfg.rows]
+    order, table = buffers.order, buffers.block_experts
     emap = topk_ids if expert_map is None else expert_map
     e_global = 0 if expert_map is None else expert_map.numel()
     has_map = expert_map is not None
     common: dict[str, Any] = dict(TOP_K=top_k, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
-    if not cfg.inline_plan:
+    if cfg.rows == "plan":
         build_plan(
             topk_ids, expert_map, experts, cfg.block_m, order, table,
             num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl,
@@ -183,7 +183,7 @@ def _run(
         x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks, up_a_offset,
         x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2],
-        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, STREAM=cfg.stream, BLOCK_P=block_p,
+        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
         num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common,
     )  # fmt: skip
@@ -200,8 +200,8 @@ def _run(
         buffers.h, w2, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks,
         w2.stride(0), w2.stride(1), b2_strides[0], b2_strides[1], b2_strides[2],
-        H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map, WHOLE=cfg.down_whole,
-        STREAM=cfg.stream, TILES_PER_PROGRAM=cfg.down_tiles,
+        H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map, WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct",
+        TILES_PER_PROGRAM=cfg.down_tiles,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
         num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common,
     )  # fmt: skip

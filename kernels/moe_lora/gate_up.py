@@ -29,7 +29,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
 def _rows_times_x(
     w_ptr, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, MASK_ROWS: tl.constexpr,
-    INTERPRETED: tl.constexpr, EVICT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last."""
     offs_k = k_first + tl.arange(0, BLOCK_K)
@@ -39,13 +39,13 @@ def _rows_times_x(
     for k in range(k_first, k_last, BLOCK_K):
         if EVEN_K:
             if MASK_ROWS:
-                w = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0, eviction_policy=EVICT)
+                w = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
             else:
-                w = tl.load(w_ptrs, eviction_policy=EVICT)
+                w = tl.load(w_ptrs)
             x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
         else:
             mask_k = k + tl.arange(0, BLOCK_K) < H
-            w = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0, eviction_policy=EVICT)
+            w = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0)
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         acc = dot(w, tl.trans(x), acc, INTERPRETED)
         w_ptrs += BLOCK_K
@@ -74,9 +74,9 @@ def _adapter_tile(
                 acc = _rows_times_x(
                     a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
                     a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, INTERPRETED, "",
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, INTERPRETED,
                 )  # fmt: skip
-                tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :])
+                tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
@@ -88,8 +88,8 @@ def _gate_up_kernel(
     t_ptr,  # (SPLITS, P|T, NA * R)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
-    order_ptr,  # (P,), or (P, BLOCK_M) written here
-    table_ptr,  # (3 * MAX_BLOCKS + 1,)
+    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
+    block_experts_ptr,  # (MAX_BLOCKS,)
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
@@ -113,7 +113,6 @@ def _gate_up_kernel(
     SPLITS: tl.constexpr,
     SHARED_A: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    STREAM: tl.constexpr,
     BLOCK_P: tl.constexpr,  # 0: rows come from the plan
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -146,15 +145,13 @@ def _gate_up_kernel(
             )  # fmt: skip
     elif unit < TILES * SPLITS:
         expert, pair, mask_m = block_rows(
-            topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, P, E_GLOBAL, E, MAX_BLOCKS,
+            topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, P, E_GLOBAL, E,
             BLOCK_M, BLOCK_P, HAS_MAP,
         )  # fmt: skip
-        if BLOCK_P > 0:
+        if BLOCK_P > 1:
             if unit == 0:
-                tl.store(table_ptr + block, expert)
-                tl.store(table_ptr + MAX_BLOCKS + block, block * BLOCK_M)
-                tl.store(table_ptr + 2 * MAX_BLOCKS + block, tl.sum(mask_m.to(tl.int32), 0))
-                tl.store(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M), pair, mask=mask_m)
+                tl.store(block_experts_ptr + block, expert)
+                tl.store(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M), tl.where(mask_m, pair, -1))
         if expert >= 0:
             tile = unit % TILES
             split = unit // TILES
@@ -168,10 +165,10 @@ def _gate_up_kernel(
                 acc = _rows_times_x(
                     w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N,
                     x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED, "evict_first" if STREAM else "",
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED,
                 )  # fmt: skip
                 out = gu_ptr + row[:, None] * N + n[None, :]
-                tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :])
+                tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
             elif RANK > 0:
                 _adapter_tile(
                     x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,

@@ -60,15 +60,20 @@ def local_expert(topk_ids_ptr, expert_map_ptr, pair, mask, E_GLOBAL, E, HAS_MAP:
 
 
 @triton.jit
-def planned_rows(order_ptr, table_ptr, block, MAX_BLOCKS, BLOCK_M: tl.constexpr):
+def planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M: tl.constexpr):
     """Expert (-1 where the block is empty), routed pairs and row mask of one block of the plan."""
-    offs_m = tl.arange(0, BLOCK_M)
-    expert = tl.load(table_ptr + block)
-    start = tl.load(table_ptr + MAX_BLOCKS + block)
-    count = tl.load(table_ptr + 2 * MAX_BLOCKS + block)
-    mask_m = offs_m < tl.where(expert >= 0, count, 0)  # an empty block's other entries are never written
-    pair = tl.load(order_ptr + start + offs_m, mask=mask_m, other=0)
-    return expert, pair, mask_m
+    expert = tl.load(block_experts_ptr + block)
+    pair = tl.load(order_ptr + block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
+    mask_m = (pair >= 0) & (expert >= 0)  # an empty block's pairs are never written
+    return expert, tl.where(mask_m, pair, 0), mask_m
+
+
+@triton.jit
+def single_row(topk_ids_ptr, expert_map_ptr, block, P, E_GLOBAL, E, BLOCK_M: tl.constexpr, HAS_MAP: tl.constexpr):
+    """The same where block ``b`` is routed pair ``b`` alone."""
+    expert = local_expert(topk_ids_ptr, expert_map_ptr, block, block < P, E_GLOBAL, E, HAS_MAP)
+    mask_m = tl.arange(0, BLOCK_M) < tl.where(expert >= 0, 1, 0)
+    return expert, tl.where(mask_m, block, 0), mask_m
 
 
 @triton.jit
@@ -76,7 +81,7 @@ def gathered_rows(
     topk_ids_ptr, expert_map_ptr, block, P, E_GLOBAL, E,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """The same without a plan, for few pairs: block ``b`` is led by routed pair ``b``, unless an earlier pair leads it.
+    """The same for few pairs: block ``b`` is led by routed pair ``b``, unless an earlier pair leads it.
 
     A pair leads where the number of earlier pairs of its expert is a multiple of BLOCK_M, and takes the next BLOCK_M - 1.
     """
@@ -95,16 +100,18 @@ def gathered_rows(
 
 @triton.jit
 def block_rows(
-    topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, block, P, E_GLOBAL, E, MAX_BLOCKS,
+    topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, P, E_GLOBAL, E,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one block: from the plan, or with ``BLOCK_P`` (all pairs, a power of two) without one."""
-    if BLOCK_P > 0:
+    """Rows of one block. BLOCK_P 0: from the plan; 1: one pair a block; else all pairs (a power of two) are searched."""
+    if BLOCK_P == 0:
+        expert, pair, mask_m = planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M)
+    elif BLOCK_P == 1:
+        expert, pair, mask_m = single_row(topk_ids_ptr, expert_map_ptr, block, P, E_GLOBAL, E, BLOCK_M, HAS_MAP)
+    else:
         expert, pair, mask_m = gathered_rows(
             topk_ids_ptr, expert_map_ptr, block, P, E_GLOBAL, E, BLOCK_M, BLOCK_P, HAS_MAP
         )
-    else:
-        expert, pair, mask_m = planned_rows(order_ptr, table_ptr, block, MAX_BLOCKS, BLOCK_M)
     return expert, pair, mask_m
 
 

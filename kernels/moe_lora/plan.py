@@ -1,15 +1,14 @@
 """The plan of a layer, built on the device: routed pairs sorted by expert and cut into blocks of at most ``BLOCK_M`` rows.
 
-    topk_ids    (P,)             int32  routed experts, P = tokens * top_k; ids out of range or foreign are left out
-    expert_map  (E_GLOBAL,)      int32  optional: global expert -> local, -1 for another rank's
-    order       (P,)             int32  routed pairs by expert, ascending within each: a stable counting sort
-    table       (3 * MAX_BLOCKS + 1,)  int32  of each block the expert (-1 past the last), its first row in `order` and its
-                                       number of rows; then the number of blocks in use
+    topk_ids       (P,)                   int32  routed experts, P = tokens * top_k; ids out of range or foreign are left out
+    expert_map     (E_GLOBAL,)            int32  optional: global expert -> local, -1 for another rank's
+    order          (MAX_BLOCKS, BLOCK_M)  int32  the routed pairs of each block, ascending; -1 in the rows left over
+    block_experts  (MAX_BLOCKS,)          int32  the expert of each block, ascending; -1 past the last
 
 Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So the plan
 takes one launch without any exchange between programs, and is the same in every run. For few pairs there is no plan: each
-program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes `table` and `order` for `down`,
-with one block of `order` for each pair.
+program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both tables for `down`, with a
+block for each pair.
 """
 
 import torch
@@ -23,8 +22,8 @@ from beam_moe.kernels.moe_lora.pipeline import let_next_start, local_expert, wai
 def _plan_kernel(
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
-    order_ptr,  # (P,)
-    table_ptr,  # (3 * MAX_BLOCKS + 1,)
+    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
+    block_experts_ptr,  # (MAX_BLOCKS,)
     P,
     E_GLOBAL,
     E,
@@ -50,34 +49,31 @@ def _plan_kernel(
         counts += tl.histogram(tl.where(expert >= 0, expert, BLOCK_E - 1), BLOCK_E)
     counts = tl.where(offs_e < E, counts, 0)
     blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
-    start = tl.cumsum(counts, 0) - counts
     block = tl.cumsum(blocks, 0) - blocks
 
     if program == 0:
         used = tl.sum(blocks, 0)
-        tl.store(table_ptr + 3 * MAX_BLOCKS, used)
         for first in range(used, MAX_BLOCKS, BLOCK_E):
-            tl.store(table_ptr + first + offs_e, -1, mask=first + offs_e < MAX_BLOCKS)
+            tl.store(block_experts_ptr + first + offs_e, -1, mask=first + offs_e < MAX_BLOCKS)
 
     for e in range(program * EXPERTS_PER_PROGRAM, tl.minimum((program + 1) * EXPERTS_PER_PROGRAM, E)):
         own = offs_e == e
         count_e = tl.sum(tl.where(own, counts, 0), 0)
         if count_e > 0:
-            start_e = tl.sum(tl.where(own, start, 0), 0)
             block_e = tl.sum(tl.where(own, block, 0), 0)
-            row = start_e
+            blocks_e = (count_e + BLOCK_M - 1) // BLOCK_M
+            row = order_ptr + block_e.to(tl.int64) * BLOCK_M
             for first in range(0, P, BLOCK_P):
                 pair = first + offs_p
                 expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
                 mine = expert == e
                 rank = tl.cumsum(mine.to(tl.int32), 0)
-                tl.store(order_ptr + row + rank - 1, pair, mask=mine)
+                tl.store(row + rank - 1, pair, mask=mine)
                 row += tl.sum(mine.to(tl.int32), 0)
-            for done in range(0, count_e, BLOCK_M):
-                slot = table_ptr + block_e + done // BLOCK_M
-                tl.store(slot, e)
-                tl.store(slot + MAX_BLOCKS, start_e + done)
-                tl.store(slot + 2 * MAX_BLOCKS, tl.minimum(count_e - done, BLOCK_M))
+            over = tl.arange(0, BLOCK_M)
+            tl.store(row + over, -1, mask=count_e + over < blocks_e * BLOCK_M)
+            for first in range(0, blocks_e, BLOCK_E):
+                tl.store(block_experts_ptr + block_e + first + offs_e, e, mask=first + offs_e < blocks_e)
 
 
 def build_plan(
@@ -86,24 +82,24 @@ def build_plan(
     experts: int,
     block_m: int,
     order: torch.Tensor,
-    table: torch.Tensor,
+    block_experts: torch.Tensor,
     *,
     num_warps: int,
     experts_per_program: int,
     pdl: bool,
 ) -> None:
-    """Launch the plan of ``topk_ids`` (T, K) into ``order`` (T * K,) and ``table`` (3 * `max_blocks` + 1,), both int32."""
+    """Launch the plan of ``topk_ids`` (T, K) into ``order`` and ``block_experts``, laid out as above."""
     pairs = topk_ids.numel()
     extra = {"launch_pdl": True} if pdl else {}
     _plan_kernel[(triton.cdiv(experts, experts_per_program),)](
         topk_ids,
         topk_ids if expert_map is None else expert_map,
         order,
-        table,
+        block_experts,
         pairs,
         0 if expert_map is None else expert_map.numel(),
         experts,
-        table.numel() // 3,
+        block_experts.numel(),
         BLOCK_M=block_m,
         BLOCK_P=min(4096, max(16, triton.next_power_of_2(pairs))),
         BLOCK_E=triton.next_power_of_2(experts + 1),

@@ -29,7 +29,7 @@ class Buffers(NamedTuple):
     """The intermediates of one pass; shapes in `plan`, `gate_up`, `activate` and `down`."""
 
     order: torch.Tensor
-    table: torch.Tensor
+    block_experts: torch.Tensor
     gu: torch.Tensor
     t: torch.Tensor
     h: torch.Tensor
@@ -40,10 +40,11 @@ class Buffers(NamedTuple):
 def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | None]]:
     """Elements and dtype (None: x's) of each buffer, in the order of `Buffers`."""
     pairs = shape.tokens * shape.top_k
+    blocks = config.blocks(pairs, shape.experts)
     tiles = triton.cdiv(shape.inter, config.act_block_i)
     return [
-        (pairs * config.block_m if config.inline_plan else pairs, torch.int32),
-        (3 * config.blocks(pairs, shape.experts) + 1, torch.int32),
+        (0 if config.rows == "direct" else blocks * config.block_m, torch.int32),
+        (0 if config.rows == "direct" else blocks, torch.int32),
         (config.splits * pairs * 2 * shape.inter, torch.float32),
         (config.splits * pairs * 2 * shape.rank, torch.float32),
         (pairs * shape.inter, None),
