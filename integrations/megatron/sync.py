@@ -1,0 +1,141 @@
+"""Weights out of a Megatron model, for an inference engine: each tensor in its own type, the router exact.
+
+Router weights and correction bias are fp32 in trainer and engine. Rounded on the way, they send tokens to other experts
+than the trainer's, and nothing says so: the engine widens them again. Sources here follow vLLM's trainer-side contract
+(``metadata()`` and iteration agree element for element; iteration is lazy and collective over the trainer's ranks).
+"""
+
+import fnmatch
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from beam_moe.integrations.megatron.lora import adapter_scale, adapter_tensors
+
+ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|e_score_correction_bias)$|\.e_score_correction_bias$")
+
+
+class TensorMeta(NamedTuple):
+    """What the receiver must allocate for one tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def is_router(name: str) -> bool:
+    """True for the Hugging Face names of router weights and correction biases."""
+    return ROUTER.search(name) is not None
+
+
+class WeightSource:
+    """The whole model under its Hugging Face names.
+
+    Args:
+        bridge: the ``AutoBridge`` that the model came from.
+        chunks: the list of this rank's model chunks.
+        dtype: of every tensor but the router's, which keep their own.
+        mxfp8: shell patterns of names to send quantised: ``name`` in E4M3 and ``name + "_scale"`` in E8M0 (uint8), the
+            layout of `beam_moe.mxfp8_io`. They must be matrices with a last axis divisible by 32.
+        merge_adapters: add LoRA to the weights it adapts; False sends the base weights alone.
+
+    All ranks must iterate; every rank gets whole tensors. A tensor may alias the model's own memory: copy what must
+    outlive the next optimizer step.
+
+    Raises:
+        ValueError: while iterating, for a router tensor that the trainer does not hold in fp32, or a pattern of
+            ``mxfp8`` that matches none, a router tensor, or one that cannot be quantised.
+    """
+
+    def __init__(
+        self,
+        bridge,
+        chunks,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        mxfp8: Sequence[str] = (),
+        merge_adapters: bool = True,
+    ):
+        self.bridge, self.chunks, self.dtype = bridge, chunks, dtype
+        self.mxfp8, self.merge_adapters = tuple(mxfp8), merge_adapters
+        self._metadata: list[TensorMeta] | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        unused = set(self.mxfp8)
+        exported = self.bridge.export_hf_weights(
+            self.chunks, cpu=False, show_progress=False, merge_adapter_weights=self.merge_adapters
+        )
+        for name, tensor in exported:
+            name, tensor = name.replace(".base_layer.", "."), tensor.detach()
+            matched = [p for p in self.mxfp8 if fnmatch.fnmatchcase(name, p)]
+            unused -= set(matched)
+            if is_router(name):
+                if tensor.dtype != torch.float32 or matched:
+                    raise ValueError(
+                        f"WeightSource: router tensor {name} must be fp32 in the trainer and match no mxfp8 pattern, "
+                        f"got {tensor.dtype}, {matched}"
+                    )
+                yield name, tensor.contiguous()
+            elif matched:
+                yield from self._quantized(name, tensor)
+            else:
+                yield name, tensor.to(self.dtype).contiguous()
+        if unused:
+            raise ValueError(f"WeightSource: mxfp8 patterns must match a name, got {sorted(unused)}")
+
+    def _quantized(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        from beam_moe.kernels.mxfp8 import quantize
+        from beam_moe.mxfp8_io import pack
+
+        if tensor.dim() < 2 or tensor.shape[-1] % 32:
+            raise ValueError(
+                f"WeightSource: mxfp8 needs a matrix with a last axis divisible by 32, got {name} {tuple(tensor.shape)}"
+            )
+        yield from pack(name, quantize(tensor.contiguous())).items()
+
+    def metadata(self) -> list[TensorMeta]:
+        """Name, type and shape of every tensor, in order. The first call exports once to learn them."""
+        if self._metadata is None:
+            self._metadata = [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in self]
+        return self._metadata
+
+
+class AdapterSource:
+    """The LoRA adapter alone, under PEFT's names, each factor in its own type, the scale ``alpha / r`` not applied.
+
+    Args:
+        bridge, chunks: as in `WeightSource`.
+
+    ``peft_config`` has ``r`` and ``lora_alpha`` for `beam_moe.load_adapter` and the engine.
+    """
+
+    def __init__(self, bridge, chunks):
+        self.bridge, self.chunks = bridge, chunks
+        alpha, dim = adapter_scale(chunks)
+        self.peft_config = {"peft_type": "LORA", "r": dim, "lora_alpha": alpha}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in adapter_tensors(self.bridge, self.chunks, cpu=False).items():
+            yield f"base_model.model.{name}", tensor.detach().contiguous()
+
+    def metadata(self) -> list[TensorMeta]:
+        """Name, type and shape of every factor, in order."""
+        return [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in self]
+
+
+def digest(tensors: Iterable[tuple[str, torch.Tensor]], *, only_router: bool = True) -> str:
+    """SHA-256 over names, types, shapes and bits, in the order of names: equal on both sides of an exact sync.
+
+    Args:
+        tensors: ``(name, tensor)`` pairs; names as the Hugging Face checkpoint has them.
+        only_router: leave out what `is_router` denies.
+    """
+    total = hashlib.sha256()
+    kept = [(n, t) for n, t in tensors if is_router(n) or not only_router]
+    for name, t in sorted(kept, key=lambda pair: pair[0]):
+        total.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        total.update(t.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
