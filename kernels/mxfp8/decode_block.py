@@ -210,23 +210,31 @@ def prepare(t: MXFP8Tensor) -> MXFP8Tensor:
 
 @triton.jit
 def _normalize_kernel(
-    x_ptr, out_ptr, word_ptr, cols, stride_x, SOFT: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    out_ptr,
+    word_ptr,
+    cols,
+    stride_xm,
+    stride_xk,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Grid (rows,): one row of bf16 (or fp32, or bf16 as int16) to normalised fp16 and its word."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
+    x_row = x_ptr + row * stride_xm + lane.to(tl.int64) * stride_xk
     top = tl.zeros((BLOCK,), tl.int32)
     for k in range(0, cols, BLOCK):
-        x = _to_float(tl.load(x_ptr + row * stride_x + k + lane, mask=k + lane < cols, other=0))
+        x = _to_float(tl.load(x_row + tl.cast(k, tl.int64) * stride_xk, mask=k + lane < cols, other=0))
         top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     amax = tl.max(top, axis=0)
     shift = tl.where(amax == 0, 0, 14 - (tl.maximum(amax >> 23, 1) - 127))
     bad = tl.zeros((BLOCK,), tl.int32)
     for k in range(0, cols, BLOCK):
         inside = k + lane < cols
-        x = _to_float(tl.load(x_ptr + row * stride_x + k + lane, mask=inside, other=0))
+        x = _to_float(tl.load(x_row + tl.cast(k, tl.int64) * stride_xk, mask=inside, other=0))
         y = scale_by_exponent(x, shift)
         half = y.to(tl.float16)
         lost = (half.to(tl.float32) != y) | ((half == 0.0) & (x != 0.0))
@@ -246,7 +254,7 @@ def normalize_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor,
     """fp16 rows, each times a power of two, and one word per row.
 
     Args:
-        x: (M, K) bf16 or fp32, last dim contiguous.
+        x: (M, K) bf16 or fp32, any strides.
         pdl: let the next launch of the stream, which must call ``gdc_wait`` before it reads the results, begin early.
 
     Returns:
@@ -256,9 +264,17 @@ def normalize_rows(x: torch.Tensor, *, pdl: bool = False) -> tuple[torch.Tensor,
     out = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     words = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
     if x.shape[0]:
-        soft = _soft(x.device)
+        soft, cols = _soft(x.device), x.shape[1]
+        block = min(16384, triton.next_power_of_2(max(cols, 16)))
         _normalize_kernel[(x.shape[0],)](
-            bits_if_soft(x, soft), out, words, x.shape[1], x.stride(0), SOFT=soft, PDL=pdl, BLOCK=2048, num_warps=8
+            bits_if_soft(x, soft),
+            out,
+            words,
+            cols,
+            *x.stride(),
+            PDL=pdl,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 512)),
         )
     return out, words
 

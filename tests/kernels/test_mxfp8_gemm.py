@@ -287,6 +287,7 @@ def test_transposed_weights(axis, n, device):
     assert_close("prepared", ref, gemm(dy, prepare(b.mT), out_dtype=F32), LIMIT[F32])
     turned = dy.mT.contiguous().mT
     assert torch.equal(gemm(turned, b, out_dtype=F32), y)
+    assert_close("both", ref, gemm(turned, prepare(b.mT), out_dtype=F32), LIMIT[F32])
 
 
 def test_prepare_again_rewrites_in_place(device):
