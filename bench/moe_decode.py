@@ -26,7 +26,8 @@ import torch
 import typer
 
 from beam_moe.config import MODELS, BeamMoEConfig, Shard
-from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe, fused_moe_reference, moe_workspace
+from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, Workspace, fused_moe, fused_moe_reference, moe_workspace
+from beam_moe.kernels.moe_lora.workspace import CHUNK, Shape, bytes_needed
 from beam_moe.kernels.mxfp8 import MXFP8Tensor
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -231,6 +232,18 @@ class Layers:
         self.w13, self.w2 = make(2 * i, h), make(h, i)
         self.workspace = moe_workspace(max_tokens, shard.top_k, shard, 64, device)
         self._banks: dict[str, list[ExpertLoRA]] = {}
+        self._room: Workspace | None = None
+
+    def room(self, tokens: int, config: MoEConfig) -> Workspace:
+        """One workspace for any configuration: what launches hand on lies where it lay the last time, as in engines."""
+        shard = self.shard
+        shape = Shape(min(tokens, CHUNK), shard.top_k, shard.num_experts, shard.hidden, shard.intermediate, 64)
+        need = bytes_needed(shape, config)
+        if self._room is None or self._room.buffer.numel() < need:
+            self._room = Workspace(
+                torch.empty(need * 2, dtype=torch.uint8, device=self.device), tokens, shard.top_k, 64
+            )
+        return self._room
 
     def banks(self, layout: str) -> list[ExpertLoRA | None]:
         if not LAYOUTS[layout].rank:
@@ -286,7 +299,7 @@ def bind(case: Case, layers: Layers, peers: list, *, reference: bool = True) -> 
     slots = adapter_ids(LAYOUTS[case.layout], case.tokens).to(device) if LAYOUTS[case.layout].rank else None
 
     def ours(config: MoEConfig | None = None) -> list[Callable[[], torch.Tensor]]:
-        workspace = None if config else layers.workspace  # sized for the configurations that are picked
+        workspace = layers.room(case.tokens, config) if config else layers.workspace
         common = {"lora_ids": slots, "out": out, "workspace": workspace, "config": config}
         return [
             partial(fused_moe, x, w13, w2, weights, ids, lora=lora, **common)

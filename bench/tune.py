@@ -4,10 +4,10 @@
     python bench/tune.py --model qwen3-30b-a3b --tp 1 --tokens 8,16,32 --passes 1
 
 Coordinate descent by whole-layer times as `moe_decode.py` takes them: each pass times every neighbour of the best
-configuration so far that differs in one field, then puts the fields that gained together, the largest gain first, as
-long as each addition makes the layer faster. All neighbours of a pass are compiled in parallel first. A configuration
-whose result leaves the starting one's is discarded. The table holds one entry for each token count; a call is served by
-the smallest entry that holds it.
+configuration so far that differs in one group of fields, then puts the groups that gained together, the largest gain
+first, as long as each addition makes the layer faster. All neighbours of a pass are compiled in parallel first. A
+configuration whose result leaves the starting one's is discarded. The table holds one entry for each token count, saved
+as soon as its pass is through; a call is served by the smallest entry that holds it.
 """
 
 import dataclasses
@@ -56,28 +56,26 @@ class Sweep:
 
     def improve(self, best: MoEConfig, start: dict[str, float]) -> MoEConfig:
         """One pass over the neighbours of ``best``."""
-        now = self.relative(best, start)
+        origin, now = best, self.relative(best, start)
         gains = []
         for candidate in best.candidates():
             gain = now - self.relative(candidate, start)
             if gain > MIN_GAIN:
                 gains.append((gain, changed(best, candidate)))
-        taken: set[str] = set()
-        for _, (field, value) in sorted(gains, key=lambda g: -g[0]):
-            if field in taken:
-                continue
-            together = dataclasses.replace(best, **{field: value})
+        for _, fields in sorted(gains, key=lambda g: -g[0]):
+            if any(getattr(best, name) != getattr(origin, name) for name in fields):
+                continue  # a larger gain has set one of these
+            together = dataclasses.replace(best, **fields)
             then = self.relative(together, start)
             if then < now - MIN_GAIN / 2:
                 best, now = together, then
-                taken.add(field)
         return best
 
 
-def changed(old: MoEConfig, new: MoEConfig) -> tuple[str, object]:
-    """The one field in which two neighbours differ, with its new value."""
+def changed(old: MoEConfig, new: MoEConfig) -> dict[str, object]:
+    """The fields in which ``new`` differs, with its values."""
     ours, theirs = dataclasses.asdict(old), dataclasses.asdict(new)
-    return next((name, theirs[name]) for name in ours if ours[name] != theirs[name])
+    return {name: theirs[name] for name in ours if ours[name] != theirs[name]}
 
 
 def describe(config: MoEConfig) -> str:
@@ -122,6 +120,12 @@ def main(
             layers.device, count, shard.top_k, shard.num_experts, shard.hidden, shard.intermediate
         )
         start[count] = {}
+    shape = {
+        "top_k": shard.top_k,
+        "experts": shard.num_experts,
+        "hidden": shard.hidden,
+        "intermediate": shard.intermediate,
+    }
     with harness.compile_pool(jobs) as pool:
         for _ in range(passes):
             compile_pass(pool, ((sweeps[count], best[count]) for count in counts))
@@ -130,15 +134,6 @@ def main(
                 relative = sweeps[count].relative(best[count], start[count])
                 times = ", ".join(f"{us * relative:.1f} of {us:.1f} us" for us in start[count].values())
                 print(f"{count:5} tokens: {times}: {describe(best[count])}", flush=True)
-    shape = {
-        "top_k": shard.top_k,
-        "experts": shard.num_experts,
-        "hidden": shard.hidden,
-        "intermediate": shard.intermediate,
-    }
-    entries = [{"shape": shape, "rows": count, "config": dataclasses.asdict(best[count])} for count in counts]
-    if save:
-        print(tuning.save(None, OP, entries))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class MoEConfig:
         blocks = min(tokens * top_k, experts)
         tiles = triton.cdiv(2 * inter, 64) * blocks
         splits = 1
-        while splits < 8 and tiles * splits < 4096 and hidden // (2 * splits) >= 4 * block_k:
+        while splits < 8 and tiles * splits < 1200 and hidden // (2 * splits) >= 4 * block_k:
             splits *= 2
         big = block_m >= 64
         return cls(
@@ -84,11 +84,12 @@ class MoEConfig:
         )
 
     def candidates(self) -> Iterator[MoEConfig]:
-        """Neighbours of this one, a launch at a time: what `bench/tune.py` tries."""
-        for name, values in CHOICES.items():
-            for value in values:
-                if value != getattr(self, name):
-                    yield replace(self, **{name: value})
+        """Neighbours of this one, a group of fields at a time: what `bench/tune.py` tries."""
+        for fields, choices in GROUPS:
+            for values in choices:
+                neighbour = replace(self, **dict(zip(fields, values, strict=True)))
+                if neighbour != self:
+                    yield neighbour
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
@@ -98,28 +99,31 @@ class MoEConfig:
         return asdict(self)
 
 
-CHOICES = {
-    "block_m": (16, 32, 64, 128),
-    "rows": ("plan", "search", "direct"),
-    "plan_warps": (2, 4, 8),
-    "plan_experts": (1, 2, 4),
-    "splits": (1, 2, 4, 5, 8, 10),
-    "up_block_n": (64, 128),
-    "up_block_k": (64, 128, 256),
-    "up_warps": (4, 8),
-    "up_stages": (2, 3, 4, 5, 6),
-    "act_block_i": (32, 64, 128, 256, 512),
-    "act_warps": (4, 8, 16),
-    "down_block_n": (64, 128, 256),
-    "down_block_k": (64, 128),
-    "down_warps": (4, 8),
-    "down_stages": (2, 3, 4, 5),
-    "down_tiles": (1, 2, 4, 5, 8, 10),
-    "down_whole": (False, True),
-    "combine_block_h": (128, 256, 512, 1024),
-    "combine_block_t": (1, 2, 4),
-    "combine_warps": (2, 4, 8),
-}
+GROUPS: tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...] = (
+    (("rows",), (("plan",), ("search",), ("direct",))),
+    (("splits",), ((1,), (2,), (4,), (5,), (8,), (10,))),
+    (
+        ("up_block_n", "up_block_k", "up_warps", "up_stages"),
+        ((64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3)),
+    ),
+    (("act_block_i", "act_warps"), ((16, 4), (32, 4), (64, 4), (64, 8), (128, 8))),
+    (
+        ("down_whole", "down_block_n", "down_warps", "down_stages", "down_tiles"),
+        (
+            (False, 64, 4, 3, 1),
+            (False, 64, 4, 3, 2),
+            (False, 64, 4, 5, 1),
+            (False, 128, 4, 3, 1),
+            (False, 128, 8, 3, 2),
+            (True, 64, 4, 2, 4),
+            (True, 64, 4, 2, 8),
+            (True, 64, 4, 3, 8),
+        ),
+    ),
+    (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),
+    (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
+    (("block_m",), ((16,), (32,), (64,), (128,))),
+)
 
 
 @functools.lru_cache(maxsize=4096)
