@@ -2,20 +2,19 @@
 
 Router weights and correction bias are fp32 in trainer and engine. Rounded on the way, they send tokens to other experts
 than the trainer's, and nothing says so: the engine widens them again. Sources here follow vLLM's trainer-side contract
-(``metadata()`` and iteration agree element for element; iteration is lazy and collective over the trainer's ranks).
+(``metadata()`` and iteration agree element for element; iteration is lazy and collective over the trainer's ranks). What
+the engine does with them is in `beam_moe.integrations.vllm.weight_sync`; `beam_moe.weight_sync` has the check of the
+router's bits on both sides.
 """
 
 import fnmatch
-import hashlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from beam_moe.integrations.megatron.lora import adapter_scale, adapter_tensors
-
-ROUTER = re.compile(r"\.(?:gate|router)\.(?:weight|e_score_correction_bias)$|\.e_score_correction_bias$")
+from beam_moe.weight_sync import is_router
 
 
 class TensorMeta(NamedTuple):
@@ -24,11 +23,6 @@ class TensorMeta(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-def is_router(name: str) -> bool:
-    """True for the Hugging Face names of router weights and correction biases."""
-    return ROUTER.search(name) is not None
 
 
 class WeightSource:
@@ -124,18 +118,3 @@ class AdapterSource:
     def metadata(self) -> list[TensorMeta]:
         """Name, type and shape of every factor, in order."""
         return [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in self]
-
-
-def digest(tensors: Iterable[tuple[str, torch.Tensor]], *, only_router: bool = True) -> str:
-    """SHA-256 over names, types, shapes and bits, in the order of names: equal on both sides of an exact sync.
-
-    Args:
-        tensors: ``(name, tensor)`` pairs; names as the Hugging Face checkpoint has them.
-        only_router: leave out what `is_router` denies.
-    """
-    total = hashlib.sha256()
-    kept = [(n, t) for n, t in tensors if is_router(n) or not only_router]
-    for name, t in sorted(kept, key=lambda pair: pair[0]):
-        total.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        total.update(t.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
