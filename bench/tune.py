@@ -134,6 +134,8 @@ def main(
                 relative = sweeps[count].relative(best[count], start[count])
                 times = ", ".join(f"{us * relative:.1f} of {us:.1f} us" for us in start[count].values())
                 print(f"{count:5} tokens: {times}: {describe(best[count])}", flush=True)
+                if save:
+                    tuning.save(None, OP, [{"shape": shape, "rows": count, "config": dataclasses.asdict(best[count])}])
 
 
 if __name__ == "__main__":
