@@ -125,7 +125,8 @@ def pack(name: str, t: MXFP8Tensor) -> dict[str, torch.Tensor]:
 
 
 def _join(name: str, data: torch.Tensor, scale: torch.Tensor | None) -> MXFP8Tensor:
-    _require(scale is not None, f"unpack: {name} is {data.dtype} and has no {name + SCALE_SUFFIX} beside it")
+    if scale is None:
+        raise ValueError(f"unpack: {name} is {data.dtype} and has no {name + SCALE_SUFFIX} beside it")
     want = (*data.shape[:-1], data.shape[-1] // 32)
     _require(
         data.shape[-1] % 32 == 0 and tuple(scale.shape) == want,
@@ -186,7 +187,9 @@ def save_checkpoint(
     folder = Path(folder)
     quantization_config(layout, activations=activations)
     folder.mkdir(parents=True, exist_ok=True)
-    skipped, shards, shard, size, seen = set(ignore), [], {}, 0, set()
+    skipped, seen, size = set(ignore), set(), 0
+    shards: list[tuple[Path, dict[str, int]]] = []
+    shard: dict[str, torch.Tensor] = {}
 
     def flush():
         path = folder / f"model-{len(shards) + 1:05d}.part.safetensors"
