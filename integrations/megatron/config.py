@@ -87,7 +87,10 @@ class BeamConfig(PretrainedConfig):
         self.layer_types, self.mlp_layer_types = list(layer_types), list(mlp_layer_types)
         self.n_group, self.topk_group, self.routed_scaling_factor = n_group, topk_group, routed_scaling_factor
         self.final_logit_softcapping = final_logit_softcapping
+        special = {n: kwargs.pop(n, None) for n in ("pad_token_id", "bos_token_id", "eos_token_id")}
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        for name, value in special.items():
+            setattr(self, name, value)
         self.rope_parameters = rope_parameters  # last: the base class's check does not know a layer type without RoPE
 
     def validate(self) -> None:

@@ -101,6 +101,42 @@ def _place(spec, **changes):
     return replace(spec, **new)
 
 
+def get_moe_layer_spec(config, vp_stage: int | None = None, *, use_transformer_engine: bool | None = None):
+    """The block spec of a pre-norm transformer with routed experts, with our linears and grouped experts in it.
+
+    What a new model needs whose layers are megatron-core's own: a `ModelDescription` with this spec.
+
+    Args:
+        config, vp_stage, use_transformer_engine: as in `get_beam_layer_spec`.
+
+    Raises:
+        ImportError: ``use_transformer_engine=True`` without Transformer Engine.
+    """
+    te = _use_te("get_moe_layer_spec", use_transformer_engine)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=vp_stage, qk_l2_norm=False
+    )
+    layers = swap_modules(
+        list(spec.layer_specs), linears=not te or config.quant_recipe is not None, experts=config.moe_grouped_gemm
+    )
+    if te:
+        return replace(spec, layer_specs=layers)
+    for layer in layers:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = BeamRMSNorm
+        if config.qk_layernorm:
+            inner = parts.self_attention.submodules
+            inner.q_layernorm = inner.k_layernorm = BeamRMSNorm
+    return replace(spec, layer_specs=layers, layer_norm=BeamRMSNorm)
+
+
+def _use_te(operation: str, wanted: bool | None) -> bool:
+    available = has_transformer_engine()
+    if wanted and not available:
+        raise ImportError(f"{operation}: use_transformer_engine=True, but transformer_engine is not installed")
+    return available if wanted is None else wanted
+
+
 def get_beam_layer_spec(config, vp_stage: int | None = None, *, use_transformer_engine: bool | None = None):
     """The ``TransformerBlockSubmodules`` of this pipeline stage of a Beam model.
 
@@ -117,24 +153,13 @@ def get_beam_layer_spec(config, vp_stage: int | None = None, *, use_transformer_
         ImportError: ``use_transformer_engine=True`` without Transformer Engine.
     """
     check_config(config)
-    available = has_transformer_engine()
-    te = available if use_transformer_engine is None else use_transformer_engine
-    if te and not available:
-        raise ImportError("get_beam_layer_spec: use_transformer_engine=True, but transformer_engine is not installed")
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=te, normalization="RMSNorm", vp_stage=vp_stage, qk_l2_norm=False
-    )
-    layers = swap_modules(
-        list(spec.layer_specs), linears=not te or config.quant_recipe is not None, experts=config.moe_grouped_gemm
-    )
+    te = _use_te("get_beam_layer_spec", use_transformer_engine)
+    spec = get_moe_layer_spec(config, vp_stage, use_transformer_engine=te)
     attention, layer = _te_classes() if te else (BeamCoreAttention, BeamTransformerLayer)
-    for one in layers:
+    for one in spec.layer_specs:
         one.module = layer
         parts = one.submodules
         parts.self_attention.module = BeamSelfAttention
         parts.self_attention.submodules.core_attention = attention
         parts.mlp = _place(parts.mlp, router=BeamTopKRouter)
-        if not te:
-            parts.input_layernorm = parts.pre_mlp_layernorm = BeamRMSNorm
-            parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = BeamRMSNorm
-    return replace(spec, layer_specs=layers, layer_norm=spec.layer_norm if te else BeamRMSNorm)
+    return spec

@@ -2,9 +2,9 @@
 
 Router weights and correction bias are fp32 in trainer and engine. Rounded on the way, they send tokens to other experts
 than the trainer's, and nothing says so: the engine widens them again. Sources here follow vLLM's trainer-side contract
-(``metadata()`` and iteration agree element for element; iteration is lazy and collective over the trainer's ranks). What
-the engine does with them is in `beam_moe.integrations.vllm.weight_sync`; `beam_moe.weight_sync` has the check of the
-router's bits on both sides.
+(``metadata()`` and iteration agree element for element; iteration is lazy and collective over the trainer's ranks).
+`beam_moe.integrations.vllm.weight_sync` takes them into the engine; `beam_moe.weight_sync` checks the router's bits on
+both sides.
 """
 
 import fnmatch
