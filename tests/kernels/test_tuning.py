@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+
 from beam_moe.kernels import tuning
 
 
