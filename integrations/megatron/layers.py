@@ -219,7 +219,8 @@ class BeamCoreAttention(MegatronModule):
         if _is_full_attention(self.config, self.layer_number):
             query = scale_queries(query, packed_seq_params)
         if packed_seq_params is None:
-            out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)), attention_mask)
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+            out = self._attend(q, k, v, attention_mask)
             return out.permute(2, 0, 1, 3).flatten(2)
         bounds = packed_bounds(packed_seq_params)
         if bounds[-1] < query.shape[0]:  # rows of padding behind the last sequence

@@ -43,7 +43,7 @@ def mxfp8_recipe(patterns: Sequence[str] = ("*",), *, keep: Sequence[str] = ()) 
     return RecipeConfig(matchers, {f: {"format": f} for f in FORMATS})
 
 
-def _wants_mxfp8(module: torch.nn.Module, quant_config, out_features: int, in_features: int) -> bool:
+def _wants_mxfp8(module: object, quant_config, out_features: int, in_features: int) -> bool:
     """The format of one module from its match; ``ValueError`` for an unknown format or a dimension that is not / 32."""
     if quant_config is None:
         return False
@@ -314,7 +314,10 @@ GROUPED_EXPERTS = partial(
 
 
 def _replacements() -> dict[type, type]:
-    found = {ColumnParallelLinear: MXFP8ColumnParallelLinear, RowParallelLinear: MXFP8RowParallelLinear}
+    found: dict[type, type] = {
+        ColumnParallelLinear: MXFP8ColumnParallelLinear,
+        RowParallelLinear: MXFP8RowParallelLinear,
+    }
     from megatron.core.extensions import transformer_engine as te
 
     for name, ours in (
@@ -350,7 +353,7 @@ def swap_modules(spec, *, linears: bool = True, experts: bool = True):
             return partial(walk(s.func), *(walk(a) for a in s.args), **{k: walk(v) for k, v in s.keywords.items()})
         if isinstance(s, (list, tuple)):
             return type(s)(walk(v) for v in s)
-        if is_dataclass(s):
+        if is_dataclass(s) and not isinstance(s, type):
             changed = {f.name: walk(getattr(s, f.name)) for f in fields(s) if f.init}
             if experts and isinstance(s, MoESubmodules):
                 changed["experts"] = GROUPED_EXPERTS
