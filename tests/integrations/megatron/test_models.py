@@ -88,8 +88,9 @@ def test_steps_aside_for_an_upstream_beam(ranks):
 def our_config(folder):
     from transformers import AutoConfig
 
-    from beam_moe.integrations.megatron.config import BeamConfig
+    from beam_moe.integrations.megatron.config import BeamConfig, register_config
 
+    register_config()
     ours = BeamConfig(num_hidden_layers=7, sliding_window=64)
     ours.save_pretrained(folder / "hf")
     again = AutoConfig.from_pretrained(folder / "hf")
