@@ -14,6 +14,7 @@ _HOME = {
     "get_beam_layer_spec": "spec",
     "get_moe_layer_spec": "spec",
     "QWEN3_MOE": "qwen3_moe",
+    "patch_skyrl": "skyrl",
     "WeightSource": "sync",
     "AdapterSource": "sync",
     "check_config": "spec",
