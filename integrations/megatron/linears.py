@@ -179,8 +179,8 @@ def split_offsets(splits: Sequence[int], device: torch.device) -> torch.Tensor:
     return bounds.to(device, non_blocking=True)
 
 
-def grouped_matmul(x: torch.Tensor, w: torch.Tensor, splits: Sequence[int], offsets: torch.Tensor) -> torch.Tensor:
-    """``x (T, K)``, rows sorted by expert, times ``w (E, N, K)`` transposed -> ``(T, N)`` in x's dtype.
+def grouped_product(x: torch.Tensor, w: torch.Tensor, splits: Sequence[int], offsets: torch.Tensor) -> torch.Tensor:
+    """``x (T, K)``, rows sorted by expert, times ``w (E, N, K)`` transposed -> ``(T, N)`` in x's dtype; no gradient.
 
     One grouped GEMM of PyTorch for bf16 on a GPU with dimensions divisible by 8, otherwise one GEMM per expert.
 
@@ -192,6 +192,42 @@ def grouped_matmul(x: torch.Tensor, w: torch.Tensor, splits: Sequence[int], offs
     if fused and w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0 and hasattr(F, "grouped_mm"):
         return F.grouped_mm(x.contiguous(), w.transpose(1, 2), offs=offsets[1:])
     return torch.cat([F.linear(rows, w[e]) for e, rows in enumerate(x.split(list(splits)))])
+
+
+def grouped_weight_grad(
+    dy: torch.Tensor, x: torch.Tensor, splits: Sequence[int], offsets: torch.Tensor
+) -> torch.Tensor:
+    """``dy.T @ x`` of each expert's rows -> ``(E, N, K)`` in dy's dtype, zeros for an expert without rows."""
+    if x.is_cuda and dy.dtype == x.dtype and dy.dtype in (torch.bfloat16, torch.float16):
+        from beam_moe.kernels.mxfp8 import grouped_wgrad
+
+        return grouped_wgrad(dy.contiguous(), x.contiguous(), offsets, out_dtype=dy.dtype)
+    return torch.stack([d.T @ rows for d, rows in zip(dy.split(list(splits)), x.split(list(splits)))])
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """`grouped_product` with gradients; that of an expert without rows is zeros, whichever GEMM ran."""
+
+    @staticmethod
+    def forward(ctx, x, w, splits, offsets):
+        ctx.save_for_backward(x, w, offsets)
+        ctx.splits = splits
+        return grouped_product(x, w, splits, offsets)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, offsets = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = grouped_product(dy, w.transpose(1, 2), ctx.splits, offsets)
+        if ctx.needs_input_grad[1]:
+            dw = grouped_weight_grad(dy, x, ctx.splits, offsets)
+        return dx, dw, None, None
+
+
+def grouped_matmul(x: torch.Tensor, w: torch.Tensor, splits: Sequence[int], offsets: torch.Tensor) -> torch.Tensor:
+    """`grouped_product`, differentiable in ``x`` and ``w``."""
+    return _GroupedMatmul.apply(x, w, list(splits), offsets)
 
 
 class GroupedLinear(torch.nn.Module):

@@ -33,6 +33,8 @@ from beam_moe.integrations.megatron.linears import (
     GroupedLinear,
     MXFP8LayerNormColumnParallelLinear,
     grouped_matmul,
+    grouped_product,
+    grouped_weight_grad,
     split_offsets,
 )
 
@@ -42,14 +44,12 @@ LAYOUTS = ("per_expert", "shared_outer", "fused_3d")
 
 def _times(x, w, splits, offsets):
     """Rows times the transposed factor of their expert, ``w (E, N, K)``, or of all, ``w (1, N, K)``."""
-    return F.linear(x, w[0]) if w.shape[0] == 1 and len(splits) > 1 else grouped_matmul(x, w, splits, offsets)
+    return F.linear(x, w[0]) if w.shape[0] == 1 and len(splits) > 1 else grouped_product(x, w, splits, offsets)
 
 
-def _weight_grad(dy, x, splits, shared):
+def _factor_grad(dy, x, splits, offsets, shared):
     """``dy.T @ x`` of each expert's rows -> ``(E, N, K)``, or of all rows -> ``(1, N, K)``."""
-    if shared:
-        return (dy.T @ x)[None]
-    return torch.stack([d.T @ rows for d, rows in zip(dy.split(splits), x.split(splits))])
+    return (dy.T @ x)[None] if shared else grouped_weight_grad(dy, x, splits, offsets)
 
 
 class _GroupedLoRA(torch.autograd.Function):
@@ -64,7 +64,7 @@ class _GroupedLoRA(torch.autograd.Function):
         h = _times(x.to(a.dtype), a, splits, offsets)
         y = _times(h, b, splits, offsets).float().mul_(scale)
         if w is not None:
-            y += grouped_matmul(x, w, splits, offsets)
+            y += grouped_product(x, w, splits, offsets)
         ctx.save_for_backward(x, w, a, b, h, offsets)
         ctx.scale, ctx.splits = scale, splits
         return y.to(x.dtype)
@@ -76,16 +76,16 @@ class _GroupedLoRA(torch.autograd.Function):
         shared_a, shared_b = (f.shape[0] == 1 and len(splits) > 1 for f in (a, b))
         g = (dy.float() * ctx.scale).to(a.dtype)
         dh = _times(g, b.transpose(1, 2), splits, offsets)
-        db = _weight_grad(g, h, splits, shared_b) if ctx.needs_input_grad[3] else None
-        da = _weight_grad(dh, x.to(a.dtype), splits, shared_a) if ctx.needs_input_grad[2] else None
+        db = _factor_grad(g, h, splits, offsets, shared_b) if ctx.needs_input_grad[3] else None
+        da = _factor_grad(dh, x.to(a.dtype), splits, offsets, shared_a) if ctx.needs_input_grad[2] else None
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = _times(dh, a.transpose(1, 2), splits, offsets).float()
             if w is not None:
-                dx += grouped_matmul(dy, w.transpose(1, 2), splits, offsets)
+                dx += grouped_product(dy, w.transpose(1, 2), splits, offsets)
             dx = dx.to(x.dtype)
         if w is not None and ctx.needs_input_grad[1]:
-            dw = _weight_grad(dy, x, splits, False)
+            dw = grouped_weight_grad(dy, x, splits, offsets)
         return dx, dw, da, db, None, None
 
 
