@@ -18,8 +18,8 @@ OP = "moe_lora"
 class MoEConfig:
     """Launch parameters of one layer.
 
-    They depend on the shape of the call alone, never on adapters or routing: a row's bits are the same whether or not an
-    adapter is loaded.
+    They depend on the shape of the call alone, never on adapters or routing: a row's bits are the same whether or not
+    an adapter is loaded.
     """
 
     block_m: int = 16  # routed rows of a block

@@ -4,7 +4,8 @@
     b2  (L, E, H, R)    as x     y  (P, H)  fp32
 
 Where B2 is shared over experts, `combine` applies it once a token instead, to v = sum_k w[k] s[k] formed here. y is
-stored to leave L2 last: the stream of weights would push it out to memory, and reads that alternate with writes are slow.
+stored to leave L2 last: the stream of weights would push it out to memory, and reads that alternate with writes are
+slow.
 """
 
 import triton
@@ -69,7 +70,7 @@ def _sum_experts(
     RANK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """v[t] = sum over k of w[t, k] * s[t, k], for a B2 that all experts share; up to the rank of the token's adapter."""
+    """v[t] = sum over k of w[t, k] * s[t, k] for a B2 that all experts share, up to the rank of the token's adapter."""
     token = first_token + tl.arange(0, BLOCK_T)
     mask_t = token < T
     slot = adapter_slot(lora_ids_ptr, token, mask_t, SLOTS)
@@ -229,7 +230,8 @@ def _down_kernel(
                     if ADAPTED:
                         y = _add_adapters(
                             y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
-                            enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+                            enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R,
+                            INTERPRETED,
                         )  # fmt: skip
                     tl.store(
                         y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"

@@ -1,7 +1,7 @@
 """`fused_moe`: the routed experts of one MoE layer with a LoRA adapter on every expert, in five launches.
 
-    out[t] = scale * sum_k w[t, k] * (W2[e] @ h + B2[l, e] @ (A2[l, e] @ h)),          e = topk_ids[t, k], l = lora_ids[t]
-    h      = silu(g) * u,   (g | u) = W13[e] @ x[t] + B13[l, e] @ (A13[l, e] @ x[t])
+    out[t] = scale * sum_k w[t, k] * (W2[e] @ h + B2[l, e] @ (A2[l, e] @ h))
+    h      = silu(g) * u, (g | u) = W13[e] @ x[t] + B13[l, e] @ (A13[l, e] @ x[t]),  e = topk_ids[t, k], l = lora_ids[t]
 
     launch    reads                         writes                  file
     plan      topk_ids                      blocks of rows          plan.py      (none for few tokens)
@@ -10,8 +10,8 @@
     down      W2, B2, h, s                  y                       down.py
     combine   y, topk_weights [, B2, s]     out                     combine.py
 
-At decode the layer is bound by reading weights, so each expert's weights and factors are read once for all the rows that
-chose it, and each launch starts while the one before drains.
+At decode the layer is bound by reading weights, so each expert's weights and factors are read once for all the rows
+that chose it, and each launch starts while the one before drains.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import triton
 
+from beam_moe import env
 from beam_moe.kernels.moe_lora.activate import _activate_kernel
 from beam_moe.kernels.moe_lora.bank import ExpertLoRA
 from beam_moe.kernels.moe_lora.combine import _combine_kernel
@@ -114,7 +115,7 @@ def _check_values(topk_weights, experts, lora, expert_map) -> None:
 
 @functools.cache
 def _supports_pdl(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index)[0] >= 9 and os.environ.get("BEAM_MOE_PDL", "1") != "0"
+    return torch.cuda.get_device_capability(index)[0] >= 9 and env.flag("PDL")
 
 
 def _offset(base: torch.Tensor, other: torch.Tensor) -> int:
@@ -200,8 +201,8 @@ def _run(
         buffers.h, w2, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks,
         w2.stride(0), w2.stride(1), b2_strides[0], b2_strides[1], b2_strides[2],
-        H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map, WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct",
-        TILES_PER_PROGRAM=cfg.down_tiles,
+        H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
+        WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
         num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common,
     )  # fmt: skip
@@ -252,14 +253,15 @@ def fused_moe(
     Returns:
         ``out``: sums over k ascending in fp32, scaled, rounded once. Under tensor parallelism this rank's partial sum.
 
-    The same call gives the same bits every time. A row's bits depend on the batch only through the number of tokens, by
-    which `MoEConfig` chooses ``splits``; not on what the other rows hold, which experts they chose or which adapters they use.
-    The call never synchronises and can be captured in a CUDA graph, which then serves whatever the bank, ``lora_ids`` and
-    the routing hold at replay.
+    The same call gives the same bits every time. A row's bits depend on the batch only through the number of tokens,
+    by which `MoEConfig` chooses ``splits``; not on what the other rows hold, which experts they chose or which
+    adapters they use. The call never synchronises and can be captured in a CUDA graph, which then serves whatever the
+    bank, ``lora_ids`` and the routing hold at replay.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, naming the argument; a workspace that is too small. With
-            ``BEAM_MOE_CHECK=1`` also non-finite weights and values of ``expert_map`` or ``lora.ranks`` out of range.
+        ValueError: a shape, dtype, device or stride that does not fit, naming the argument; a workspace that is too
+            small. With ``BEAM_MOE_CHECK=1`` also non-finite weights and values of ``expert_map`` or ``lora.ranks`` out
+            of range.
     """
     if not torch.compiler.is_compiling():
         return _fused_moe(
@@ -274,7 +276,7 @@ def _fused_moe(
     x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config
 ) -> torch.Tensor:
     _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out)
-    if os.environ.get("BEAM_MOE_CHECK") == "1":
+    if env.flag("CHECK"):
         _check_values(topk_weights, w2.shape[0], lora, expert_map)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""First launch over weights: ``gate | up = W13 @ x`` and the adapters' ``t = A13 @ x`` as further rows of the same grid.
+"""First launch over weights: ``gate | up = W13 @ x``, and the adapters' ``t = A13 @ x`` as further rows of one grid.
 
     x    (T, H)             bf16/fp16  activations
     w13  (E, 2I, H)         as x       gate rows, then up rows
@@ -6,10 +6,10 @@
     gu   (SPLITS, P, 2I)    fp32       partial products, one plane per share of H
     t    (SPLITS, P|T, NA*R) fp32      the same for the adapters; one row a token where A is shared over experts
 
-Weights stand on the long side of the matrix instruction (64 rows or more) and routed rows on its short one, so that few
-rows waste nothing of it. Every weight is read once by each block of at most ``BLOCK_M`` rows. H is cut into ``SPLITS`` fixed
-shares, which keeps all processors busy to the end; `activate` adds the planes in their order, so a result depends neither
-on timing nor on the other rows of the batch.
+Weights stand on the long side of the matrix instruction (64 rows or more) and routed rows on its short one, so that
+few rows waste nothing of it. Every weight is read once by each block of at most ``BLOCK_M`` rows. H is cut into
+``SPLITS`` fixed shares, which keeps all processors busy to the end; `activate` adds the planes in their order, so a
+result depends neither on timing nor on the other rows of the batch.
 """
 
 import triton
@@ -120,7 +120,7 @@ def _gate_up_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS); blocks of tokens follow where A is shared by all experts."""
+    """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS); blocks of tokens follow where experts share A."""
     W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = W_TILES if SHARED_A else W_TILES + A_TILES

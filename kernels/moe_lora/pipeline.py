@@ -1,9 +1,10 @@
 """What the launches of one layer share: the hand-over from one to the next, and how a program finds its rows.
 
-The launches form a chain in which each is started early (programmatic dependent launch, sm_90 and newer): it may run while
-the one before it drains, up to its `wait_for_previous`, which returns once that one has finished and its writes are seen.
-A kernel lets the next one start only after its own wait. So when a kernel runs its first line, every launch but the one
-right before it has finished, and before its wait it may read what those wrote, but nothing newer, and must write nothing.
+The launches form a chain in which each is started early (programmatic dependent launch, sm_90 and newer): it may run
+while the one before it drains, up to its `wait_for_previous`, which returns once that one has finished and its writes
+are seen. A kernel lets the next one start only after its own wait. So when a kernel runs its first line, every launch
+but the one right before it has finished, and before its wait it may read what those wrote, but nothing newer, and
+must write nothing.
 """
 
 import triton
@@ -83,7 +84,8 @@ def gathered_rows(
 ):  # fmt: skip
     """The same for few pairs: block ``b`` is led by routed pair ``b``, unless an earlier pair leads it.
 
-    A pair leads where the number of earlier pairs of its expert is a multiple of BLOCK_M, and takes the next BLOCK_M - 1.
+    A pair leads where the number of earlier pairs of its expert is a multiple of BLOCK_M, and takes the
+    next BLOCK_M - 1.
     """
     offs_m = tl.arange(0, BLOCK_M)
     offs_p = tl.arange(0, BLOCK_P)
@@ -103,7 +105,7 @@ def block_rows(
     topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, P, E_GLOBAL, E,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one block. BLOCK_P 0: from the plan; 1: one pair a block; else all pairs (a power of two) are searched."""
+    """Rows of one block. BLOCK_P 0: from the plan; 1: one pair a block; else a search through all BLOCK_P pairs."""
     if BLOCK_P == 0:
         expert, pair, mask_m = planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M)
     elif BLOCK_P == 1:

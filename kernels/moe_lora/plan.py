@@ -1,14 +1,14 @@
-"""The plan of a layer, built on the device: routed pairs sorted by expert and cut into blocks of at most ``BLOCK_M`` rows.
+"""The plan of a layer, built on the device: routed pairs sorted by expert, in blocks of at most ``BLOCK_M`` rows.
 
-    topk_ids       (P,)                   int32  routed experts, P = tokens * top_k; ids out of range or foreign are left out
+    topk_ids       (P,)                   int32  routed experts, P = tokens * top_k; invalid ids are left out
     expert_map     (E_GLOBAL,)            int32  optional: global expert -> local, -1 for another rank's
     order          (MAX_BLOCKS, BLOCK_M)  int32  the routed pairs of each block, ascending; -1 in the rows left over
     block_experts  (MAX_BLOCKS,)          int32  the expert of each block, ascending; -1 past the last
 
-Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So the plan
-takes one launch without any exchange between programs, and is the same in every run. For few pairs there is no plan: each
-program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both tables for `down`, with a
-block for each pair.
+Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So
+the plan takes one launch without any exchange between programs, and is the same in every run. For few pairs there is
+no plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both
+tables for `down`, with a block for each pair.
 """
 
 import torch

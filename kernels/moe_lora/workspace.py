@@ -95,8 +95,8 @@ class Workspace:
             need = bytes_needed(shape, config)
             if need > self.buffer.numel():
                 raise ValueError(
-                    f"fused_moe: workspace is too small: {shape} needs {need} bytes, it has {self.buffer.numel()} (made "
-                    f"for max_tokens={self.max_tokens}, top_k={self.top_k}, max_rank={self.max_rank})"
+                    f"fused_moe: workspace is too small: {shape} needs {need} bytes, it has {self.buffer.numel()} "
+                    f"(made for max_tokens={self.max_tokens}, top_k={self.top_k}, max_rank={self.max_rank})"
                 )
             cut = self._cuts[key] = carve(self.buffer, shape, config, dtype)
         return cut
