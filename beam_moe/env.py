@@ -20,6 +20,9 @@ VARIABLES: dict[str, Variable] = {
     "CHECK": Variable("0", "1: also check values that live on the device (ids, ranks); costs a host synchronisation"),
     "STRICT": Variable("0", "1: an integration that would fall back to the engine's own path raises instead"),
     "VLLM": Variable("beam", "which vLLM models get our experts: beam, 0 (none), all, or architectures by comma"),
+    "VLLM_TOKENS": Variable(
+        "512", "most tokens of a batch whose bf16 experts are ours in vLLM; larger ones are vLLM's"
+    ),
     "PDL": Variable("1", "0: no programmatic dependent launch between the kernels of one layer"),
     "PROGRESS": Variable("0", "1: show a progress bar while an adapter loads"),
     "RESULTS": Variable("", "benches: the folder that rows are written to, instead of bench/results"),
@@ -44,3 +47,11 @@ def flag(name: str) -> bool:
     if value in FALSE:
         return False
     raise ValueError(f"env: {PREFIX}{name} must be one of {', '.join(TRUE + FALSE[1:])}, got {value!r}")
+
+
+def number(name: str) -> int:
+    """``BEAM_MOE_<name>`` as an integer of at least 0; anything else is a ValueError."""
+    value = text(name).strip()
+    if not value.isdigit():
+        raise ValueError(f"env: {PREFIX}{name} must be an integer of at least 0, got {value!r}")
+    return int(value)

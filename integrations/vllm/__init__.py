@@ -31,10 +31,11 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
-    from beam_moe.integrations.vllm import replay
+    from beam_moe.integrations.vllm import kv_reuse, replay
 
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     replay.allow_pipeline_parallelism()
+    kv_reuse.tell_generations_apart()
     others = env.text("VLLM").strip()
     if others.lower() not in ("", "0", "none", "beam", ARCHITECTURE.lower()):
         from beam_moe.integrations.vllm import other_models

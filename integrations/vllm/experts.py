@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.mxfp8_emulation_moe import Mxfp8TritonExpertsBase
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineMoEMethod
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
@@ -63,7 +64,7 @@ class _FusedExperts:
     """Factor of the routed sum that vLLM's runner no longer applies."""
     single_rounding: ClassVar[bool] = False
     """Whether vLLM's own path must round SwiGLU once too, as the model's reference does."""
-    max_tokens: ClassVar[int] = 0
+    max_tokens: int = 0
     """Most tokens per call that our kernel serves; larger calls go to vLLM's experts."""
 
     @classmethod
@@ -250,12 +251,11 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 class BeamTritonExperts(_FusedExperts, TritonExperts):
-    """bf16 or fp16 experts: ours up to ``max_tokens``, `TritonExperts` above."""
-
-    max_tokens = 512
+    """bf16 or fp16 experts: ours up to ``BEAM_MOE_VLLM_TOKENS`` tokens a batch, `TritonExperts` above."""
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         TritonExperts.__init__(self, moe_config, quant_config)
+        self.max_tokens = env.number("VLLM_TOKENS")
         self._start()
 
     def _why_not_weights(self) -> str | None:
@@ -418,13 +418,28 @@ class ExpertsWarmup(VllmJitKernel[Any]):
         self.model, self.runners, self.max_tokens = model, runners, max_tokens
 
     def get_warmup_keys(self, *args: Any, **kwargs: Any) -> list[tuple[int, bool]]:
-        """Each bucket by a multiple of 16, an even and an odd number of tokens: Triton specialises on divisibility."""
-        sizes = {1, 2, 3, 4, 5, 6, 8, 12}
-        for n in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384):
-            sizes |= {n, n - 14, n - 15}
-        sizes |= {self.max_tokens, self.max_tokens - self.max_tokens % 16}
+        """The sizes of every distinct layer's experts, each with adapters and without where the engine has LoRA."""
+        sizes = {n for r in self._distinct() for n in self._sizes(r)}
         with_lora = any(e._lora_context is not None for r in self.runners if (e := experts_of(r)) is not None)
-        return [(n, lora) for n in sorted(sizes) if 0 < n <= self.max_tokens for lora in {False, with_lora}]
+        return [(n, lora) for n in sorted(sizes) for lora in ((False, True) if with_lora else (False,))]
+
+    def _sizes(self, runner: Any) -> set[int]:
+        """A size for each configuration that can be launched, and the largest of all."""
+        layer, experts = runner.routed_experts, experts_of(runner)
+        w1, w2, top_k = layer.w13_weight, layer.w2_weight, runner.moe_config.experts_per_token
+        limit = 0 if experts is None or experts.reason else min(experts.limit(), self.max_tokens)
+        first: dict[Any, int] = {}
+        for n in (*range(1, min(limit, 512) + 1), *range(512, limit + 1, 128), limit):
+            if n:  # our kernels specialise on nothing but their configuration
+                config = MoEConfig.pick(w1.device, n, top_k, w1.shape[0], w2.shape[1], w2.shape[2])
+                first.setdefault(config, n)
+        name = None if experts is None else experts.quant_config.config_name(runner.moe_config.in_dtype)
+        for bucket in (*(2**i for i in range(17)), *(3 * 2**i for i in range(15)), self.max_tokens):
+            for n in (bucket, bucket - 14, bucket - 15):  # vLLM's: on divisibility of the tokens too
+                if limit < n <= self.max_tokens:
+                    chosen = try_get_optimal_moe_config(w1.size(), w2.size(), top_k, name, n)
+                    first.setdefault((tuple(sorted(chosen.items())), n % 16 == 0, n % 2), n)
+        return {*first.values(), self.max_tokens}
 
     def _distinct(self) -> list[Any]:
         """One runner for each compiled form: shapes, and how Triton sees the offset from gate's to up's factors."""

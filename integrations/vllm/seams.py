@@ -247,9 +247,17 @@ SEAMS: tuple[Seam, ...] = (
         "v1/core/kv_cache_utils.py",
         "_gen_lora_extra_hash_keys",
         ("request",),
-        "read",
-        "block hashes know an adapter's name and path only: an in-place update changes the path or resets the cache",
+        "wrap",
+        "block hashes know an adapter's name and path only: a load in place adds its generation",
         "hashes know an adapter's generation",
+    ),
+    Seam(
+        "v1/engine/core.py",
+        "EngineCore.add_lora",
+        ("self", "lora_request"),
+        "wrap",
+        "counts loads in place for the block hashes",
+        "as above",
     ),
 )
 

@@ -123,12 +123,12 @@ def test_large_batches_go_to_vllm(harness, served, monkeypatch):
         output.fill_(2.0)
 
     monkeypatch.setattr(TritonExperts, "apply", stock)
-    monkeypatch.setattr(type(experts), "max_tokens", 5)
+    monkeypatch.setattr(experts, "max_tokens", 5)
     for slots in ([-1] * 6, [0] * 6):
         harness.set_slots(served.manager, slots)
         assert torch.equal(harness.run_experts(runner, served.x, *served.routing), torch.full_like(served.x, 5.0))
     assert [n for n, _ in seen] == [6, 6] and min(size for _, size in seen) > 0
-    monkeypatch.setattr(type(experts), "max_tokens", 6)
+    monkeypatch.setattr(experts, "max_tokens", 6)
     harness.run_experts(runner, served.x, *served.routing)
     assert len(seen) == 2
 

@@ -293,20 +293,27 @@ def test_per_expert_outer_factors_in_a_shared_engine(harness, tmp_path):
 
 
 def test_sizes_that_warm_up_compiles(harness, tmp_path, monkeypatch):
-    """Warm-up is registered with vLLM and runs every bucket with three divisibilities, with adapters and without."""
+    """Every configuration of ours and of vLLM's, the latter by divisibility, with adapters and without."""
     from beam_moe.integrations.vllm import experts
+    from beam_moe.kernels.moe_lora import MoEConfig
 
-    config = harness.engine_config(harness.write_config(tmp_path / "m"))
+    config = harness.engine_config(harness.write_config(tmp_path / "m"), max_num_batched_tokens=256)
     with harness.built(config) as (model, manager):
-        warmup = experts.ExpertsWarmup(model, model.moe_layers, config.scheduler_config.max_num_batched_tokens)
+        runner = model.moe_layers[0]
+        monkeypatch.setattr(experts_of(runner), "max_tokens", 64)
+        warmup = experts.ExpertsWarmup(model, [runner], 256)
         keys = warmup.get_warmup_keys()
-        assert {n % 16 for n, _ in keys if n > 16} >= {0, 1, 2} and max(keys)[0] == 64 and len(keys) == len(set(keys))
-        assert {lora for _, lora in keys} == {False, True}
-        assert len(warmup._distinct()) >= 1
+        sizes = {n for n, _ in keys}
+        assert len(keys) == 2 * len(sizes) and max(sizes) == 256
+
+        def of(n):
+            return MoEConfig.pick(torch.device("cpu"), n, harness.TOP_K, harness.E, harness.H, harness.I)
+
+        assert {of(n) for n in sizes if n <= 64} == {of(n) for n in range(1, 65)}
+        assert {(n % 16 == 0, n % 2) for n in sizes if n > 64} == {(True, 0), (False, 0), (False, 1)}
         seen = []
-        monkeypatch.setattr(
-            experts, "fused_moe", lambda x, *a, lora, lora_ids, **k: seen.append((len(x), lora is not None))
-        )
-        for key in keys[:6]:
+        monkeypatch.setattr(experts, "fused_moe", lambda x, *a, lora, **k: seen.append((len(x), lora is not None)))
+        ours = [key for key in keys if key[0] <= 64]
+        for key in ours:
             warmup.compile(key)
-        assert set(seen) == set(keys[:6]) and manager._adapter_manager._last_mapping is None
+        assert seen == ours and manager._adapter_manager._last_mapping is None
