@@ -1,9 +1,10 @@
 """What SkyRL 0.4.0 still does wrong for Beam, mended or refused: opt-in, for named versions only.
 
-Call `patch_skyrl` in every Megatron worker process before its workers are imported, after `register`. Nothing here is
-needed without SkyRL.
+Call `patch_skyrl` in every Megatron worker process before its workers are imported, after `register`; `setup` does both.
+Nothing here is needed without SkyRL.
 """
 
+import importlib.util
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -118,3 +119,13 @@ def patch_skyrl() -> None:
         import_module(_ROOT + "distributed.megatron.fused_lm_head"),
         [sys.modules.get(_ROOT + "workers.megatron.megatron_model_wrapper")],
     )
+
+
+def setup() -> None:
+    """`register` and `patch_skyrl`, for Ray's ``worker_process_setup_hook``; nothing in a worker without Megatron."""
+    if importlib.util.find_spec("megatron") is None:
+        return
+    from beam_moe.integrations.megatron import register
+
+    register()
+    patch_skyrl()
