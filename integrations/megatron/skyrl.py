@@ -1,7 +1,7 @@
 """What SkyRL 0.4.0 still does wrong for Beam, mended or refused: opt-in, for named versions only.
 
-Call `patch_skyrl` in every Megatron worker process before its workers are imported, after `register`; `setup` does both.
-Nothing here is needed without SkyRL.
+Call `patch_skyrl` in every Megatron worker process before its workers are imported, after `register`; `setup` does
+both. Nothing here is needed without SkyRL.
 """
 
 import importlib.util
