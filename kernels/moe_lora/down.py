@@ -6,11 +6,23 @@
 Where B2 is shared over experts, `combine` applies it once a token instead, to v = sum_k w[k] s[k] formed here. y is
 stored to leave L2 last: the stream of weights would push it out to memory, and reads that alternate with writes are
 slow.
+
+W2 in MXFP8 is decoded in registers on the way (`mxfp8`): in the fp16 form where a program holds whole rows of h, which
+it then normalises itself, else in the bf16 form; B2 stays as it is.
 """
 
 import triton
 import triton.language as tl
 
+from beam_moe.kernels.moe_lora.mxfp8 import (
+    decoded_dot,
+    load_codes,
+    load_scales,
+    magnitudes,
+    shift_of,
+    shifted,
+    with_factors,
+)
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
     dot,
@@ -23,6 +35,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     single_row,
     wait_for_previous,
 )
+from beam_moe.kernels.mxfp8.decode_block import row_top
 
 
 @triton.jit
@@ -91,6 +104,72 @@ def _sum_experts(
         tl.store(v_ptr + token.to(tl.int64)[:, None] * RANK + r[None, :], v, mask=mask_t[:, None] & (r < RANK)[None, :])
 
 
+@triton.jit
+def _mxfp8_tiles(
+    h_tiles, exponent_m, h_wide, mask_m, w2, first_row, w_offsets, stride_wn, s_rows, stride_sn, words, y_rows,
+    first_tile,
+    b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
+    stride_bl, stride_be, stride_bn,
+    H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
+    MORE: tl.constexpr, STEPS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr, EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    FP16: tl.constexpr, ONLY_WIDE: tl.constexpr, SOFT: tl.constexpr, W_TMA: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A program's tiles of y from whole rows of h; returns whether some of their elements do not fit in fp16.
+
+    The fp16 form stores the elements that fit, with ONLY_WIDE the bf16 form stores the others, without it all. Scales
+    and words are loaded a tile ahead of their use: they are too narrow for asynchronous copies.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    n = first_tile * BLOCK_N + offs_n
+    scales_ahead = ()
+    for step in tl.static_range(STEPS):
+        s_now = load_scales(s_rows + n * stride_sn, n < H, step * BLOCK_K, I, BLOCK_K, not EVEN_N, I % BLOCK_K == 0)
+        scales_ahead = scales_ahead + (s_now,)
+    word_ahead = tl.load(words + n, mask=n < H, other=0)
+    found = tl.max(h_wide.to(tl.int32), 0)
+    for tile in tl.range(first_tile, first_tile + TILES_PER_PROGRAM, num_stages=STAGES):
+        n = tile * BLOCK_N + offs_n
+        mask_n = n < H
+        scales = scales_ahead
+        word = word_ahead
+        following = n + BLOCK_N
+        scales_ahead = ()
+        for step in tl.static_range(STEPS):
+            s_now = load_scales(
+                s_rows + following * stride_sn, following < H, step * BLOCK_K, I, BLOCK_K, True, I % BLOCK_K == 0
+            )
+            scales_ahead = scales_ahead + (s_now,)
+        word_ahead = tl.load(words + following, mask=following < H, other=0)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for step in tl.static_range(STEPS):
+            code = load_codes(
+                w2, first_row + tile * BLOCK_N, w_offsets + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn, mask_n,
+                step * BLOCK_K, I, W_TMA, BLOCK_K, not EVEN_N, I % BLOCK_K == 0,
+            )  # fmt: skip
+            acc = decoded_dot(code, scales[step], row_top(word), h_tiles[step], acc, FP16, SOFT, INTERPRETED)
+        if FP16:
+            acc = with_factors(acc, word, exponent_m)
+        y = tl.trans(acc)
+        if ADAPTED:
+            y = _add_adapters(
+                y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
+                enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+            )  # fmt: skip
+        mask = mask_m[:, None] & mask_n[None, :]
+        if FP16 or ONLY_WIDE:
+            row_wide = (word & 256) != 0
+            found = tl.maximum(found, tl.max(row_wide.to(tl.int32), 0))
+            wide = h_wide[:, None] | row_wide[None, :]
+            if FP16:
+                mask = mask & (wide == 0)
+            else:
+                mask = mask & wide
+        tl.store(y_rows + tile * BLOCK_N, y, mask=mask, eviction_policy="evict_last")
+    return found
+
+
 @triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
 def _down_kernel(
     h_ptr,  # (P, I)
@@ -134,6 +213,16 @@ def _down_kernel(
     BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
+    scales_ptr=None,  # (E, H, I / 32): what follows is there under an MXFP8 base
+    words_ptr=None,  # (E, H)
+    stride_se=0,
+    stride_sn=0,
+    BASE: tl.constexpr = "dense",
+    FP16: tl.constexpr = False,
+    NORMALIZED: tl.constexpr = False,
+    SOFT: tl.constexpr = False,
+    W_TMA: tl.constexpr = False,
+    STAGES: tl.constexpr = 1,
 ):
     """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS); blocks of 16 tokens come first where B2 is shared.
 
@@ -181,9 +270,94 @@ def _down_kernel(
             mine = (slot_m == first_slot) & (live_0 > 0)
             s_0 = tl.trans(load_s(s_ptr, pair, mine, r_0, live_0, P, RANK, TILES))
         h_rows = h_ptr + pair[:, None] * I + offs_k[None, :]
-        w_rows = w2_ptr + e * stride_we + offs_n.to(tl.int64)[:, None] * stride_wn + offs_k[None, :]
         y_rows = y_ptr + pair[:, None] * H + offs_n[None, :]
-        if WHOLE:
+        if BASE == "mxfp8":
+            codes = w2_ptr if W_TMA else w2_ptr + e * stride_we
+            w_offsets = offs_n.to(tl.int64) * stride_wn
+            s_rows = scales_ptr + e * stride_se
+            words = words_ptr + e * H
+        else:
+            w_rows = w2_ptr + e * stride_we + offs_n.to(tl.int64)[:, None] * stride_wn + offs_k[None, :]
+        if BASE == "mxfp8" and WHOLE:
+            h_tiles = ()
+            for step in tl.static_range(STEPS):
+                mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+                h_tiles = h_tiles + (tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0),)
+            shift = tl.zeros((BLOCK_M,), tl.int32)
+            h_wide = shift != 0
+            if FP16 and NORMALIZED:
+                high = tl.zeros((BLOCK_M,), tl.int32)
+                low = tl.full((BLOCK_M,), 0x7FFFFFFF, tl.int32)
+                for step in tl.static_range(STEPS):
+                    size = magnitudes(h_tiles[step])
+                    high = tl.maximum(high, tl.max(size, 1))
+                    low = tl.minimum(low, tl.min(tl.where(size == 0, 0x7FFFFFFF, size), 1))
+                shift, h_wide = shift_of(high, low)
+            columns = ()
+            for step in tl.static_range(STEPS):
+                h = h_tiles[step]
+                if FP16 and NORMALIZED:
+                    h = shifted(h, shift)
+                columns = columns + (tl.trans(h),)
+            if not ADAPTED:
+                s_0, slot_m, first_slot, live_0 = 0, 0, 0, 0
+            found = _mxfp8_tiles(
+                columns, -shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, words,
+                y_rows, first_tile,
+                b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
+                stride_bl, stride_be, stride_bn,
+                H, I, ADAPTED, RANK, TILES, MORE, STEPS, TILES_PER_PROGRAM, EVEN_N,
+                BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, FP16, False, SOFT, W_TMA, STAGES, INTERPRETED,
+            )  # fmt: skip
+            if FP16:
+                if found != 0:
+                    columns = ()
+                    for step in tl.static_range(STEPS):
+                        mask = mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+                        columns = columns + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0)),)
+                    _mxfp8_tiles(
+                        columns, shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn,
+                        words, y_rows, first_tile,
+                        b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
+                        stride_bl, stride_be, stride_bn,
+                        H, I, ADAPTED, RANK, TILES, MORE, STEPS, TILES_PER_PROGRAM, EVEN_N,
+                        BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, False, True, SOFT, W_TMA, 1, INTERPRETED,
+                    )  # fmt: skip
+        elif BASE == "mxfp8":
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            n = first_tile * BLOCK_N + offs_n
+            scales = load_scales(s_rows + n * stride_sn, n < H, 0, I, BLOCK_K, not EVEN_N, EVEN_K)
+            for step in tl.range(0, STEPS * TILES_PER_PROGRAM, num_stages=STAGES):
+                tile = first_tile + step // STEPS
+                k = (step % STEPS) * BLOCK_K
+                n = tile * BLOCK_N + offs_n
+                mask_n = n < H
+                code = load_codes(
+                    codes, expert * H + tile * BLOCK_N, w_offsets + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn,
+                    mask_n, k, I, W_TMA, BLOCK_K, not EVEN_N, EVEN_K,
+                )  # fmt: skip
+                mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (k + offs_k < I)[None, :]
+                h = tl.load(h_rows + k, mask=mask, other=0.0)
+                s_now = scales
+                following = (first_tile + (step + 1) // STEPS) * BLOCK_N + offs_n
+                scales = load_scales(
+                    s_rows + following * stride_sn, following < H, ((step + 1) % STEPS) * BLOCK_K, I, BLOCK_K, True,
+                    EVEN_K,
+                )  # fmt: skip
+                acc = decoded_dot(code, s_now, 0, tl.trans(h), acc, False, SOFT, INTERPRETED)
+                if step % STEPS == STEPS - 1:
+                    y = tl.trans(acc)
+                    if ADAPTED:
+                        y = _add_adapters(
+                            y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
+                            enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R,
+                            INTERPRETED,
+                        )  # fmt: skip
+                    tl.store(
+                        y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"
+                    )
+                    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        elif WHOLE:
             h_tiles = ()
             for step in tl.static_range(STEPS):
                 mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
@@ -197,8 +371,8 @@ def _down_kernel(
                     if EVEN_K and EVEN_N:
                         w = tl.load(w_tile + step * BLOCK_K)
                     else:
-                        mask = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
-                        w = tl.load(w_tile + step * BLOCK_K, mask=mask, other=0.0)
+                        mask_w = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+                        w = tl.load(w_tile + step * BLOCK_K, mask=mask_w, other=0.0)
                     acc = dot(w, h_tiles[step], acc, INTERPRETED)
                 y = tl.trans(acc)
                 if ADAPTED:
