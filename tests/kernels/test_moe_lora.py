@@ -1,0 +1,782 @@
+"""The fused layer against its reference: every branch of planning, masking and adapters, and the bugs that users of such
+layers have met. On the CPU in Triton's interpreter; the same file runs on a GPU, where it adds graphs and large strides.
+"""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from beam_moe.kernels.moe_lora import (
+    ExpertLoRA,
+    MoEConfig,
+    Workspace,
+    fused,
+    fused_moe,
+    fused_moe_reference,
+    moe_workspace,
+)
+from beam_moe.kernels.moe_lora import workspace as workspace_module
+from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
+from beam_moe.testing import assert_close, error_ratio
+
+CUDA = torch.cuda.is_available()
+DTYPES = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
+# RMS of the roundings that fall the other way after fp32 sums in another order. An intermediate of the adapters rounded
+# to 16 bits exceeds each (`test_intermediates_of_the_adapters_keep_fp32`); the interpreter truncates bf16.
+LIMIT = {torch.float16: 2e-4, torch.bfloat16: 8e-4 if CUDA else 1e-2}
+# H 48 and I 24 divide no tile of these, so each load is masked; `TILED` cuts the same shape into many tiles.
+SMALL = MoEConfig(
+    rows="plan", block_m=16, up_block_n=64, up_block_k=32, up_stages=2, splits=2, act_block_i=32,
+    down_block_n=64, down_block_k=32, down_stages=2, combine_block_h=64, combine_block_t=4,
+)  # fmt: skip
+TILED = dataclasses.replace(
+    SMALL, up_block_n=32, up_block_k=16, act_block_i=16, down_block_n=16, down_block_k=16, down_tiles=2,
+    combine_block_h=16, combine_block_t=2,
+)  # fmt: skip
+
+
+def ints(*values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def factors(slots, experts, rank, hidden, inter, *, device, dtype=torch.float16, shared=False, one_a=False, scale=1.0):
+    """w13_a, w13_b, w2_a, w2_b that each change their product about as much as the base does."""
+    outer = 1 if shared else experts
+
+    def new(*shape):
+        return (torch.randn(shape) * scale / shape[-1] ** 0.5).to(dtype).to(device)
+
+    return (
+        new(slots, outer, 1 if one_a else 2, rank, hidden),
+        new(slots, experts, 2, inter, rank),
+        new(slots, experts, rank, inter),
+        new(slots, outer, hidden, rank),
+    )
+
+
+def layer(device, tokens=3, top_k=2, experts=4, hidden=48, inter=24, dtype=torch.float16, **lora):
+    """Arguments of `fused_moe` by name. The last expert never has a token; ``rank`` adds a bank of two slots."""
+    x = torch.randn(tokens, hidden).to(dtype).to(device)
+    w13 = (torch.randn(experts, 2 * inter, hidden) / hidden**0.5).to(dtype).to(device)
+    w2 = (torch.randn(experts, hidden, inter) / inter**0.5).to(dtype).to(device)
+    weights = torch.rand(tokens, top_k).add(0.1).to(device)
+    ids = torch.randint(0, max(experts - 1, 1), (tokens, top_k), dtype=torch.int32).to(device)
+    args = {"x": x, "w13": w13, "w2": w2, "topk_weights": weights, "topk_ids": ids}
+    if "rank" in lora:
+        slots, rank = lora.pop("slots", 2), lora.pop("rank")
+        bank = factors(slots, experts, rank, hidden, inter, device=device, dtype=dtype, **lora)
+        args["lora"] = ExpertLoRA(*bank)
+        args["lora_ids"] = (torch.arange(tokens, dtype=torch.int32) % slots).to(device)
+    return args
+
+
+def bare(args):
+    return {k: v for k, v in args.items() if k not in ("lora", "lora_ids")}
+
+
+def reference(args):
+    return fused_moe_reference(**{k: v for k, v in args.items() if k not in ("out", "workspace", "config")})
+
+
+def check(args, config=SMALL, limit=None):
+    """Run the layer and compare with the reference; returns the layer's output."""
+    got = fused_moe(**args, config=config)
+    assert_close("fused_moe", reference(args), got, limit or LIMIT[args["x"].dtype])
+    return got
+
+
+def poison(t):
+    """A copy with t's values and every stride but the innermost widened, cut out of memory that holds NaN."""
+    pool = torch.full([n + 3 for n in t.shape[:-1]] + [t.shape[-1] + 8], float("nan"), dtype=t.dtype, device=t.device)
+    view = pool[tuple(slice(1, n + 1) for n in t.shape[:-1]) + (slice(0, t.shape[-1]),)]
+    view.copy_(t)
+    assert not view.is_contiguous()
+    return view
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 20, 70])
+def test_tokens_with_the_launch_parameters_of_the_device(device, tokens):
+    """Few pairs are one block each, more are searched for, many are planned; none is no launch."""
+    args = layer(device, tokens, rank=8)
+    if tokens == 0:
+        assert fused_moe(**args).shape == (0, 48)
+    else:
+        check(args, None)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 7])
+def test_top_k(device, top_k):
+    """Also above the number of experts: a token may choose one more than once, and each choice counts."""
+    check(layer(device, top_k=top_k, rank=8))
+
+
+def test_bf16(device):
+    check(layer(device, rank=8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("down_whole", [False, True])
+def test_shapes_that_tiles_divide(device, down_whole):
+    """No mask on weights then: a branch of its own in each product."""
+    args = layer(device, hidden=64, inter=32, rank=8)
+    check(args, dataclasses.replace(SMALL, down_whole=down_whole, down_block_n=32, down_tiles=2, down_block_k=16))
+
+
+@pytest.mark.parametrize("down_whole", [False, True], ids=["stepped", "whole"])
+@pytest.mark.parametrize("rows", ["plan", "search", "direct"])
+def test_every_way_to_find_rows_with_many_tiles(device, rows, down_whole):
+    """Several tiles of W13, A13, I and W2, the last of each past the edge; several planes of t and s."""
+    check(layer(device, 5, rank=24), dataclasses.replace(TILED, rows=rows, down_whole=down_whole))
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+def test_splits_of_the_hidden_axis(device, splits):
+    """Of five shares of 16, two lie past H = 48 and are zero."""
+    check(layer(device, 2, rank=8), dataclasses.replace(SMALL, splits=splits, up_block_k=16))
+
+
+@pytest.mark.parametrize(("rows", "block_m"), [("plan", 16), ("plan", 32), ("search", 16)])
+def test_more_rows_on_one_expert_than_a_block_holds(device, rows, block_m):
+    args = layer(device, 40, top_k=1, rank=8)
+    args["topk_ids"] = torch.where(torch.arange(40) % 8 == 3, 0, 2).int()[:, None].to(device)
+    check(args, dataclasses.replace(SMALL, rows=rows, block_m=block_m, combine_block_t=16))
+
+
+@pytest.mark.parametrize("experts", [1, 1024])
+def test_one_expert_and_the_most(device, experts):
+    args = layer(device, experts=experts, hidden=16, inter=16, rank=8, slots=1)
+    args["topk_ids"] = ints([0, experts - 1], [experts // 2, 0], [experts - 1, experts // 3], device=device)
+    check(args, dataclasses.replace(SMALL, plan_experts=64))
+
+
+@pytest.mark.parametrize("with_workspace", [False, True])
+def test_batches_beyond_a_pass(device, monkeypatch, with_workspace):
+    """Ten tokens in passes of four, rows strided; the last pass is short."""
+    monkeypatch.setattr(fused, "CHUNK", 4)
+    monkeypatch.setattr(workspace_module, "CHUNK", 4)
+    args = layer(device, 10, rank=8, shared=True)
+    args["x"] = poison(args["x"])
+    if with_workspace:
+        shape = Shape(4, 2, 4, 48, 24, 8)
+        memory = torch.empty(bytes_needed(shape, SMALL), dtype=torch.uint8, device=device)
+        args["workspace"] = Workspace(memory, 4, 2, 8)
+    check(args)
+
+
+# --- ranks and layouts of the bank ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 24, 64, 129, 256])
+def test_ranks(device, rank):
+    """Ranks below a matrix instruction's 16, between its multiples, and above what one tile of ranks holds."""
+    check(layer(device, 2, top_k=1, rank=rank))
+
+
+@pytest.mark.parametrize(("bank_rank", "live"), [(256, 4), (8, 3), (7, 2), (129, 70)])
+def test_a_rank_below_the_banks_reads_nothing_beyond_it(device, bank_rank, live):
+    """What lies past a slot's live rank may be anything, NaN here: the last adapter's rows, or memory never written."""
+    args = layer(device, 3, top_k=1, rank=bank_rank)
+    bank = args["lora"]
+    args["lora"] = ExpertLoRA(bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b, ranks=ints(live, bank_rank, device=device))
+    for a in (bank.w13_a, bank.w2_a):
+        a[0, ..., live:, :] = float("nan")
+    for b in (bank.w13_b, bank.w2_b):
+        b[0, ..., live:] = float("nan")
+    check(args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("one_a", [False, True], ids=["two_a", "one_a"])
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+def test_slots_mixed_with_bare_rows(device, shared, one_a, dtype):
+    """Rows of two adapters, and rows without any that keep the bits of a call without a bank."""
+    args = layer(device, 5, rank=8, shared=shared, one_a=one_a, dtype=dtype)
+    args["lora_ids"] = ints(0, -1, 1, 2, 0, device=device)
+    got = check(args)
+    plain = fused_moe(**bare(args), config=SMALL)
+    assert torch.equal(got[[1, 3]], plain[[1, 3]])
+    assert error_ratio(got[[0, 2, 4]], plain[[0, 2, 4]]) > 0.2, "the adapters change their rows"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+def test_disabled_slots_rank_zero_and_ids_out_of_range_leave_the_bare_result(device, shared):
+    """Not the rows of slot 0, which a clamped id would give; nor of a bank whose factors are NaN in those slots."""
+    args = layer(device, 8, top_k=1, rank=8, slots=4, shared=shared)
+    bank = args["lora"]
+    for factor in (bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b):
+        factor[1:3] = float("nan")
+    ranks, enabled = ints(8, 8, 0, 5, device=device), ints(1, 0, 1, 1, device=device)
+    args["lora"] = ExpertLoRA(bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b, ranks=ranks, enabled=enabled)
+    args["lora_ids"] = ints(0, 1, 2, 3, -1, 4, -7, 2**30, device=device)
+    got = check(args)
+    plain = fused_moe(**bare(args), config=SMALL)
+    idle = [1, 2, 4, 5, 6, 7]
+    assert torch.equal(got[idle], plain[idle])
+
+
+def test_a_bank_that_no_row_uses_changes_no_bit(device):
+    args = layer(device, 4, rank=8)
+    args["lora_ids"] = ints(-1, -1, -1, -1, device=device)
+    assert torch.equal(fused_moe(**args, config=SMALL), fused_moe(**bare(args), config=SMALL))
+
+
+def test_a_rank_above_the_banks_is_the_banks(device):
+    args = layer(device, 2, rank=8, slots=1)
+    bank = args["lora"]
+    parts = (bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b)
+    args["lora"] = ExpertLoRA(*map(poison, parts), ranks=ints(40, device=device))
+    assert torch.equal(check(args), fused_moe(**{**args, "lora": bank}, config=SMALL))
+
+
+@pytest.mark.parametrize("up_first", [False, True])
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+def test_pairs_of_gate_and_up_as_an_engine_stacks_them(device, shared, up_first):
+    """Two allocations, in either order in memory, in place of one with a slice axis."""
+    w13_a, w13_b, w2_a, w2_b = factors(2, 4, 8, 48, 24, device=device, shared=shared)
+    memory = torch.full((2, *w13_a.shape[:2], 8, 48), float("nan"), dtype=w13_a.dtype, device=device)
+    gate_a, up_a = (memory[1], memory[0]) if up_first else (memory[0], memory[1])
+    gate_a.copy_(w13_a[:, :, 0])
+    up_a.copy_(w13_a[:, :, 1])
+    gate_b, up_b = w13_b[:, :, 0].contiguous(), w13_b[:, :, 1].contiguous()
+    args = layer(device)
+    args["lora"] = ExpertLoRA((gate_a, up_a), (gate_b, up_b), w2_a, w2_b)
+    args["lora_ids"] = ints(0, 1, -1, device=device)
+    stacked = {**args, "lora": ExpertLoRA(w13_a, w13_b, w2_a, w2_b)}
+    assert torch.equal(check(args), fused_moe(**stacked, config=SMALL))
+
+
+def test_strides_of_every_operand(device):
+    """x, the weights, the bank and ``out`` cut out of memory that holds NaN, which is neither read nor written."""
+    args = layer(device, 3, rank=8, shared=True)
+    dense = fused_moe(**args, config=SMALL)
+    for name in ("x", "w13", "w2"):
+        args[name] = poison(args[name])
+    bank = args["lora"]
+    args["lora"] = ExpertLoRA(*map(poison, (bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b)))
+    frame = torch.full((5, 64), 7.0, dtype=torch.float16, device=device)
+    args["out"] = frame[1:4, 8:56]
+    got = check(args)
+    assert got is args["out"] and torch.equal(got, dense)
+    got.fill_(7.0)
+    assert bool((frame == 7.0).all()), "nothing is written beside out"
+
+
+def test_gate_and_up_have_an_a_each(device):
+    """A gate that used up's A, or an up that used gate's, is off by more than the result."""
+    for half in (0, 1):
+        args = layer(device, rank=8, slots=1)
+        bank = args["lora"]
+        bank.w13_b[:, :, 1 - half] = 0  # only this half of B13 lets its A in
+        bank.w2_b.zero_()
+        got = check(args)
+        swapped = ExpertLoRA(bank.w13_a.flip(2), bank.w13_b, bank.w2_a, bank.w2_b)
+        assert error_ratio(reference({**args, "lora": swapped}), got) > 0.3
+
+
+@pytest.mark.parametrize("modules", ["gate", "up", "down"])
+def test_an_adapter_on_one_projection_alone(device, modules):
+    args = layer(device, 2, rank=8, slots=1)
+    bank = args["lora"]
+    for i, name in enumerate(("gate", "up")):
+        if name != modules:
+            bank.w13_b[:, :, i] = 0
+    if modules != "down":
+        bank.w2_b.zero_()
+    got = check(args)
+    assert error_ratio(fused_moe(**bare(args), config=SMALL), got) > 0.05
+
+
+def test_an_adapter_swapped_in_place_is_the_one_used(device):
+    """No copy of a slot, packed or cached, outlives `write_slot_`."""
+    args = layer(device, 3, rank=8)
+    first = check(args)
+    args["lora"].write_slot_(1, ExpertLoRA(*factors(1, 4, 3, 48, 24, device=device)))
+    second = check(args)
+    assert torch.equal(first[[0, 2]], second[[0, 2]])
+    assert error_ratio(first[1:2], second[1:2]) > 0.3
+
+
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ["plan", "search", "direct"])
+def test_expert_map_of_an_expert_parallel_rank(device, rows):
+    """Six global experts, three of them here under local ids (and local factors); -1, and ids that nobody has."""
+    args = layer(device, 4, experts=4, rank=8)
+    args["expert_map"] = ints(2, -1, 0, -1, 1, 9, device=device)  # 9: no local expert either
+    args["topk_ids"] = ints([0, 1], [2, 4], [6, -1], [5, 4], device=device)
+    got = check(args, dataclasses.replace(SMALL, rows=rows))
+    assert bool((got[2] == 0).all())
+    local = {k: v for k, v in args.items() if k != "expert_map"}
+    local["topk_ids"] = ints([2, -1], [0, 1], [-1, -1], [-1, 1], device=device)
+    assert torch.equal(got, fused_moe(**local, config=dataclasses.replace(SMALL, rows=rows)))
+
+
+@pytest.mark.parametrize("rows", ["plan", "search", "direct"])
+def test_ids_at_or_above_the_number_of_experts_add_nothing(device, rows):
+    """An id equal to E is how engines mark a shared expert or padding; its weight may be anything."""
+    args = layer(device, 3, rank=8)
+    args["topk_ids"] = ints([4, 1], [-1, 2], [0, 2**30], device=device)
+    args["topk_weights"][0, 0] = args["topk_weights"][1, 0] = float("nan")
+    ids, weights = args["topk_ids"], args["topk_weights"]
+    got = fused_moe(**args, config=dataclasses.replace(SMALL, rows=rows))
+    args["topk_weights"] = torch.where((ids >= 0) & (ids < 4), weights, 0.0)
+    assert_close("fused_moe", reference(args), got, LIMIT[torch.float16])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+def test_no_valid_id_at_all_gives_zeros(device, shared):
+    """Not what ``out`` held, nor NaN from rows that no launch wrote."""
+    args = layer(device, 3, rank=8, shared=shared)
+    args["topk_ids"].fill_(-1)
+    out = torch.full_like(args["x"], float("nan"))
+    for config in (SMALL, dataclasses.replace(SMALL, rows="direct")):
+        assert bool((fused_moe(**args, out=out.fill_(float("nan")), config=config) == 0).all())
+
+
+def test_routed_scaling_is_applied_once(device):
+    args = layer(device, 3, rank=8, shared=True)
+    got = check({**args, "routed_scaling": 2.5})
+    once, twice = reference(args).float() * 2.5, reference(args).float() * 6.25
+    assert error_ratio(once, got) < 1e-3 < 0.5 < error_ratio(twice, got)
+
+
+def test_weights_of_the_router_are_applied_once_and_in_fp32(device):
+    """Weights of 2^-13 with outputs of a few thousand: neither their product's inputs nor its square fit fp16."""
+    args = layer(device, 3, rank=8)
+    args["w2"] *= 2**11
+    args["topk_weights"].fill_(2**-13)
+    check(args)
+
+
+# --- numerics ---------------------------------------------------------------------------------------------------------
+
+
+def rounded_intermediates(args, dtype):
+    """The reference with ``t = A @ x`` and ``s = A2 @ h`` rounded, as kernels do that keep them in 16 bits."""
+    lora, (x, w13, w2) = args["lora"], (args[k].float() for k in ("x", "w13", "w2"))
+    out = torch.zeros_like(x)
+    for t, slot in enumerate(args["lora_ids"].tolist()):
+        for k, e in enumerate(args["topk_ids"][t].tolist()):
+            (gate_a, up_a), (gate_b, up_b) = ([f[slot, e].float() for f in p] for p in (lora.gate_up_a, lora.gate_up_b))
+            gate, up = (w13[e] @ x[t]).chunk(2)
+            gate = gate + gate_b @ (gate_a @ x[t]).to(dtype).float()
+            up = up + up_b @ (up_a @ x[t]).to(dtype).float()
+            h = (torch.nn.functional.silu(gate) * up).to(args["x"].dtype).float()
+            s = (lora.w2_a[slot, e].float() @ h).to(dtype).float()
+            out[t] += args["topk_weights"][t, k] * (w2[e] @ h + lora.w2_b[slot, e].float() @ s)
+    return out.to(args["x"].dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_intermediates_of_the_adapters_keep_fp32(device, dtype):
+    """The limit of every test here is one that intermediates rounded to bf16, or to x's dtype, exceed."""
+    args = layer(device, 4, rank=8, dtype=dtype, scale=4.0)
+    ref = reference(args)
+    assert error_ratio(ref, rounded_intermediates(args, torch.float32)) <= LIMIT[dtype]
+    for rounded in {torch.bfloat16, dtype}:
+        assert error_ratio(ref, rounded_intermediates(args, rounded)) > 1.2 * LIMIT[dtype]
+    check(args)
+
+
+def test_intermediates_may_pass_the_range_of_fp16(device):
+    """t, s and an expert's output beyond 65504, with factors and weights that bring them back."""
+    args = layer(device, 3, rank=8, slots=1)
+    bank = args["lora"]
+    bank.w13_a.mul_(2**15)
+    bank.w13_b.mul_(2**-13)
+    bank.w2_a.mul_(2**15)
+    bank.w2_b.mul_(2**-13)
+    args["w2"].mul_(2**12)
+    args["topk_weights"].mul_(2**-14)
+    x, e = args["x"][0].float(), int(args["topk_ids"][0, 0])
+    assert float((bank.w13_a[0, e, 0].float() @ x).abs().max()) > 65504
+    check(args)
+
+
+def test_the_same_call_gives_the_same_bits(device):
+    args = layer(device, 5, rank=8, shared=True)
+    first = fused_moe(**args, config=TILED)
+    for _ in range(20 if CUDA else 1):
+        assert torch.equal(first, fused_moe(**args, config=TILED))
+
+
+@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, rows="search")], ids=["plan", "search"])
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+def test_bits_of_a_row_do_not_depend_on_the_other_rows(device, config, shared):
+    """Another batch of as many tokens: other contents (NaN among them), experts, weights and adapters beside the row."""
+    args = layer(device, 5, rank=8, shared=shared)
+    got = check(args, config)
+    row = 3
+    keep = torch.arange(5, device=device) == row
+    other = layer(device, 5)
+    other["x"][0] = float("nan")
+    for name in ("x", "topk_weights", "topk_ids"):
+        args[name] = torch.where(keep[:, None], args[name], other[name])
+    args["lora_ids"] = torch.where(keep, args["lora_ids"], ints(-1, 0, 0, 1, 1, device=device))
+    args["topk_ids"][2] = args["topk_ids"][row]  # shares its blocks with a row that comes first
+    assert torch.equal(fused_moe(**args, config=config)[row], got[row])
+
+
+# --- out and workspace ------------------------------------------------------------------------------------------------
+
+
+def shard(experts=4, hidden=48, inter=24):
+    return SimpleNamespace(num_experts=experts, hidden=hidden, intermediate=inter)
+
+
+def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
+    args = layer(device, 3, rank=8)
+    ref = reference(args)
+    args["workspace"] = moe_workspace(4, 2, shard(), 8, device)
+    args["out"] = torch.full_like(args["x"], float("nan"))
+    fused_moe(**args)  # compiles on a GPU
+    args["out"].fill_(float("nan"))
+
+    def refuse(*a, **k):
+        raise AssertionError("allocation in a call that was given out and workspace")
+
+    for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, refuse)
+    before = torch.cuda.memory_stats(device)["allocation.all.allocated"] if CUDA else 0
+    got = fused_moe(**args)
+    after = torch.cuda.memory_stats(device)["allocation.all.allocated"] if CUDA else 0
+    monkeypatch.undo()
+    assert after == before and got is args["out"]
+    assert_close("fused_moe", ref, got, LIMIT[torch.float16])
+
+
+def test_a_workspace_serves_smaller_batches_and_bare_rows_after_larger_ones(device):
+    """What a larger batch with adapters left in the buffers (routed rows, ids, sums) reaches no later row."""
+    workspace = moe_workspace(20, 2, shard(), 8, device)
+    workspace.buffer.fill_(255)  # NaN in every floating type
+    large = {**layer(device, 20, rank=8), "workspace": workspace}
+    fused_moe(**large)
+    small = {k: v[:3] if k in ("x", "topk_weights", "topk_ids", "lora_ids") else v for k, v in large.items()}
+    small["lora_ids"] = ints(-1, 0, -1, device=device)
+    got = check(small, None)
+    alone = fused_moe(**{k: v for k, v in bare(small).items() if k != "workspace"})
+    assert torch.equal(got[[0, 2]], alone[[0, 2]])
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 4, 48, 24, 8), (300, 8, 16, 64, 32, 0), (1060, 2, 64, 5120, 64, 32)])
+def test_a_workspace_is_large_enough_for_every_batch_up_to_its_size(sizes):
+    """Launch parameters change with the batch, so the largest batch is not the one that needs most."""
+    tokens, top_k, experts, hidden, inter, rank = sizes
+    device = torch.device("cpu")
+    workspace = moe_workspace(tokens, top_k, shard(experts, hidden, inter), rank, device)
+    for count in range(1, tokens + 1):
+        config = MoEConfig.pick(device, count, top_k, experts, hidden, inter)
+        assert bytes_needed(Shape(count, top_k, experts, hidden, inter, rank), config) <= workspace.buffer.numel(), (
+            count
+        )
+
+
+def test_a_workspace_that_is_too_small_is_refused(device):
+    args = layer(device, 20, rank=8)
+    for workspace in (moe_workspace(1, 2, shard(), 8, device), moe_workspace(20, 2, shard(), 0, device)):
+        with pytest.raises(ValueError, match=r"fused_moe: workspace is too small.*max_tokens="):
+            fused_moe(**args, workspace=workspace)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),
+        ({"max_tokens": None}, "max_tokens must be an integer of at least 1, got None"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ({"max_rank": -1}, "max_rank must be an integer of at least 0, got -1"),
+        ({"shard": object()}, "shard needs hidden, intermediate and num_experts"),
+    ],
+)
+def test_moe_workspace_refuses(changed, message):
+    """Every capacity is required: one that a default filled in would be too small one day."""
+    args = {"max_tokens": 4, "top_k": 2, "shard": shard(), "max_rank": 8, "device": "cpu", **changed}
+    with pytest.raises(ValueError, match=f"moe_workspace: {message}"):
+        moe_workspace(**args)
+    with pytest.raises(TypeError):
+        moe_workspace(4, 2, shard())
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def strided(t):
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def other_bank(**changes):
+    sizes = {"slots": 2, "experts": 4, "rank": 8, "hidden": 48, "inter": 24, "device": "cpu", **changes}
+    return lambda args: ExpertLoRA(*factors(**sizes))
+
+
+def split_strides(args):
+    """Gate and up of A13 with strides of their own."""
+    bank = args["lora"]
+    return ExpertLoRA((bank.w13_a[:, :, 0], bank.w13_a[:, :, 1].contiguous()), bank.w13_b, bank.w2_a, bank.w2_b)
+
+
+REFUSED = {
+    "x-type": ("x", lambda a: [1.0], "x must be a tensor, got list"),
+    "x-dims": ("x", lambda a: a["x"][0], r"x must be a tensor of 2 dimensions, got shape \(48,\)"),
+    "x-fp32": ("x", lambda a: a["x"].float(), "x must be torch.bfloat16 or torch.float16, got torch.float32"),
+    "x-fp8": ("x", lambda a: a["x"].to(torch.float8_e4m3fn), "x must be .*, got torch.float8_e4m3fn"),
+    "x-stride": ("x", lambda a: strided(a["x"]), r"x must be of innermost stride 1, got strides \(96, 2\)"),
+    "w13-dtype": ("w13", lambda a: a["w13"].bfloat16(), "w13 must be torch.float16, got torch.bfloat16"),
+    "w13-device": ("w13", lambda a: a["w13"].to("meta"), "w13 must be on x's device .*, got meta"),
+    "w13-shape": ("w13", lambda a: a["w13"][:, :40], r"w13 must be \(4, 48, 48\), got \(4, 40, 48\)"),
+    "w2-dims": ("w2", lambda a: a["w2"][0], "w2 must be a tensor of 3 dimensions"),
+    "w2-hidden": ("w2", lambda a: a["w2"][:, :40], r"w2 must be \(E, H=48, I\) to fit x, got \(4, 40, 24\)"),
+    "w2-stride": ("w2", lambda a: strided(a["w2"]), "w2 must be of innermost stride 1"),
+    "experts": ("w2", lambda a: a["w2"][:1].expand(1025, -1, -1), "w2 must be of 1 to 1024 experts, got 1025"),
+    "ids-dtype": ("topk_ids", lambda a: a["topk_ids"].long(), "topk_ids must be torch.int32, got torch.int64"),
+    "ids-rows": ("topk_ids", lambda a: a["topk_ids"][:2], r"topk_ids must be \(3, top_k\), got \(2, 2\)"),
+    "ids-empty": ("topk_ids", lambda a: a["topk_ids"][:, :0], r"topk_ids must be \(3, top_k\), got \(3, 0\)"),
+    "ids-rows-apart": (
+        "topk_ids", lambda a: torch.cat([a["topk_ids"]] * 2, 1)[:, :2],
+        r"topk_ids must be contiguous, got strides \(4, 1\)",
+    ),
+    "weights-dtype": (
+        "topk_weights", lambda a: a["topk_weights"].half(), "topk_weights must be torch.float32, got torch.float16"
+    ),
+    "weights-shape": ("topk_weights", lambda a: a["topk_weights"][:, :1], r"topk_weights must be \(3, 2\), got \(3, 1\)"),
+    "weights-rows-apart": (
+        "topk_weights", lambda a: torch.cat([a["topk_weights"]] * 2, 1)[:, :2], "topk_weights must be contiguous"
+    ),
+    "map-dtype": ("expert_map", lambda a: torch.arange(4).to(a["x"].device), "expert_map must be torch.int32"),
+    "out-shape": ("out", lambda a: a["x"][:2], r"out must be \(3, 48\), got \(2, 48\)"),
+    "out-dtype": ("out", lambda a: a["x"].float(), "out must be torch.float16, got torch.float32"),
+    "lora-ids-shape": ("lora_ids", lambda a: a["lora_ids"][:2], r"lora_ids must be \(3,\), got \(2,\)"),
+    "lora-ids-dtype": ("lora_ids", lambda a: a["lora_ids"].long(), "lora_ids must be torch.int32, got torch.int64"),
+    "lora-ids-stride": ("lora_ids", lambda a: strided(a["lora_ids"]), "lora_ids must be of innermost stride 1"),
+    "no-lora-ids": ("lora_ids", lambda a: None, "lora_ids must be given together with lora"),
+    "no-lora": ("lora", lambda a: None, "lora_ids must be given together with lora"),
+    "lora-type": ("lora", lambda a: a["x"], "lora must be an ExpertLoRA, got Tensor"),
+    "lora-dtype": ("lora", lambda a: a["lora"].to(dtype=torch.bfloat16), "lora must be of x's dtype torch.float16"),
+    "lora-device": ("lora", lambda a: a["lora"].to("meta"), "lora must be on x's device .*, got meta"),
+    "lora-hidden": ("lora", other_bank(hidden=40), r"lora must be a bank of .* \(4, 48, 24\), got \(4, 40, 24\)"),
+    "lora-inter": ("lora", other_bank(inter=8), r"lora must be a bank of .* \(4, 48, 24\), got \(4, 48, 8\)"),
+    "lora-experts": ("lora", other_bank(experts=5), r"lora must be a bank of .* \(4, 48, 24\), got \(5, 48, 24\)"),
+    "lora-rank": ("lora", other_bank(rank=513), "lora must be of rank at most 512, got 513"),
+    "lora-strides": ("lora", split_strides, r"lora.w13_a must be of one stride .* in gate and up"),
+    "workspace-type": ("workspace", lambda a: a["x"], "workspace must be a Workspace, got Tensor"),
+    "workspace-device": (
+        "workspace", lambda a: moe_workspace(4, 2, shard(), 8, "meta"), "workspace must be on x's device .*, got meta"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_any_launch_with_argument_and_value(device, case, monkeypatch):
+    argument, change, message = REFUSED[case]
+    args = layer(device, rank=8)
+    new = change(args)
+    if isinstance(new, ExpertLoRA) and new.device.type == "cpu":
+        new = new.to(device)
+    args[argument] = new
+    monkeypatch.setattr(fused, "_run", lambda *a: pytest.fail("launched"))
+    with pytest.raises(ValueError, match=f"^fused_moe: {message}"):
+        fused_moe(**args)
+
+
+def test_a_factor_of_another_rank_is_refused(device):
+    """A that something gathered over ranks twice: the product would run over whatever follows B."""
+    w13_a, w13_b, w2_a, w2_b = factors(1, 4, 8, 48, 24, device=device)
+    with pytest.raises(ValueError, match=r"ExpertLoRA: w13_a must be \(L=1, E=4\|1, 8, 48\)"):
+        ExpertLoRA(torch.cat([w13_a, w13_a], 3), w13_b, w2_a, w2_b)
+
+
+def test_on_the_cpu_the_interpreter_is_required(monkeypatch):
+    args = layer(torch.device("cpu"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="x must be on a CUDA device"):
+        fused_moe(**args)
+
+
+def test_values_on_the_device_are_checked_where_asked_for(device, monkeypatch):
+    monkeypatch.setenv("BEAM_MOE_CHECK", "1")
+    monkeypatch.setattr(fused, "_run", lambda *a: None)
+    args = layer(device, rank=8)
+    args["expert_map"] = ints(0, -1, 3, device=device)
+    fused_moe(**args)
+    with pytest.raises(ValueError, match="expert_map must be below the 4 local experts, got 4"):
+        fused_moe(**{**args, "expert_map": ints(0, 4, device=device)})
+    weights = args["topk_weights"].clone()
+    weights[1, 1] = float("inf")
+    with pytest.raises(ValueError, match="topk_weights must be finite"):
+        fused_moe(**{**args, "topk_weights": weights})
+    args["lora"].ranks[1] = 9
+    with pytest.raises(ValueError, match=r"lora.ranks must be within 0..8, got 8..9"):
+        fused_moe(**args)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def graphed(args, tokens):
+    """(graph, static arguments): one captured call with ``out`` and a workspace of its own."""
+    device = args["x"].device
+    static = {
+        **args,
+        "out": torch.full_like(args["x"], float("nan")),
+        "workspace": moe_workspace(tokens, args["topk_ids"].shape[1], shard(), args["lora"].rank, device),
+    }
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fused_moe(**static)  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fused_moe(**static)
+    return graph, static
+
+
+def replay(graph, static):
+    static["out"].fill_(float("nan"))
+    static["workspace"].buffer.fill_(255)
+    graph.replay()
+    assert_close("replay", reference(static), static["out"], LIMIT[static["x"].dtype])
+    return static["out"].clone()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+@pytest.mark.parametrize("tokens", [3, 20, 80], ids=["direct", "search", "plan"])
+def test_a_graph_serves_another_adapter_other_routing_and_a_smaller_batch(device, tokens, shared):
+    args = layer(device, tokens, rank=8, shared=shared, dtype=torch.bfloat16)
+    args["lora"] = ExpertLoRA.zeros(2, shard(), 8, device=device, shared_outer=shared)  # captured empty
+    graph, static = graphed(args, tokens)
+    bank = static["lora"]
+    plain = fused_moe(**bare(args))
+    assert torch.equal(replay(graph, static), plain), "an empty bank leaves the bare result"
+
+    for rank in (8, 3):
+        new = factors(1, 4, rank, 48, 24, device=device, dtype=torch.bfloat16, shared=shared)
+        bank.write_slot_(1, ExpertLoRA(*new))
+        got = replay(graph, static)
+        assert torch.equal(got[::2], plain[::2]) and not torch.equal(got[1::2], plain[1::2])
+
+    other = layer(device, tokens, dtype=torch.bfloat16)
+    for name in ("x", "topk_weights", "topk_ids"):
+        static[name].copy_(other[name])
+    static["topk_ids"][0] = 3  # an expert that had no row at capture
+    replay(graph, static)
+
+    half = tokens // 2  # a smaller batch: the engine marks the tail as empty, in either of two ways
+    static["topk_ids"][half:] = -1
+    static["lora_ids"][half:] = -1
+    assert bool((replay(graph, static)[half:] == 0).all())
+    bank.clear_slot_(1)
+    replay(graph, static)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_workspace", [False, True])
+def test_a_graph_survives_churn_of_the_allocator(device, with_workspace):
+    """Nothing that the captured launches use is memory that a later allocation may be given."""
+    args = layer(device, 20, rank=8, dtype=torch.bfloat16)
+    if with_workspace:
+        graph, static = graphed(args, 20)
+        out = static["out"]
+    else:
+        fused_moe(**args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fused_moe(**args)
+    ref = reference(args)
+    for round_ in range(3):
+        torch.cuda.empty_cache()
+        junk = [torch.full((1 << (8 + i % 14),), float("nan"), device=device) for i in range(200)]
+        fused_moe(**layer(device, 70, rank=24, dtype=torch.bfloat16))
+        graph.replay()
+        assert_close(f"replay {round_}", ref, out, LIMIT[torch.bfloat16])
+        del junk
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 20, 80], ids=["direct", "search", "plan"])
+def test_no_host_synchronisation(device, tokens):
+    args = layer(device, tokens, rank=8, dtype=torch.bfloat16)
+    args["expert_map"] = ints(0, 1, 2, 3, device=device)
+    args["out"] = torch.empty_like(args["x"])
+    args["workspace"] = moe_workspace(tokens, 2, shard(), 8, device)
+    fused_moe(**args)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fused_moe(**args)
+        args["lora"].write_slot_(0, args["lora"], 1)
+        fused_moe(**{k: v for k, v in args.items() if k not in ("out", "workspace")})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ["direct", "plan"])
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+def test_strides_past_two_to_the_31(device, rows, shared):
+    """Slots, experts and rows further apart than 32-bit offsets reach, all cut out of one buffer of NaN."""
+    dtype, far = torch.bfloat16, 2**31 + 4096
+    args = layer(device, 3, experts=3, rank=8, dtype=dtype, shared=shared)
+    args["topk_ids"] = ints([2, 0], [0, 2], [2, 1], device=device)
+    bank = args["lora"]
+    parts = {"w13_a": bank.w13_a, "w13_b": bank.w13_b, "w2_a": bank.w2_a, "w2_b": bank.w2_b}
+    weights = {name: args[name] for name in ("x", "w13", "w2")}
+    near = sum(t[0].numel() for t in [*parts.values(), *weights.values()]) + 1024
+    buffer = torch.full((2 * far + near,), float("nan"), dtype=dtype, device=device)
+    used = 0
+
+    def cut(t, stride):
+        nonlocal used
+        view = buffer.as_strided(t.shape, (stride, *t[0].contiguous().stride()), used)
+        used += (t[0].numel() + 127) // 128 * 128 if t[0].numel() > 128 else 128
+        view.copy_(t)
+        return view
+
+    moved = {name: cut(t, far) for name, t in [*parts.items(), *weights.items()]}
+    for t in moved.values():
+        assert t.stride(0) >= 2**31
+    args.update({name: moved[name] for name in weights})
+    args["lora"] = ExpertLoRA(*(moved[name] for name in parts))
+    check(args, dataclasses.replace(SMALL, rows=rows))
+
+
+SANITIZED = """
+import torch
+from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe
+g = torch.Generator().manual_seed(0)
+def new(*shape): return torch.randn(shape, generator=g).bfloat16().cuda()
+def i32(*v): return torch.tensor(v, dtype=torch.int32).cuda()
+E, H, I, R = 4, 136, 72, 8
+for outer in (E, 1):
+    lora = ExpertLoRA(new(2, outer, 2, R, H), new(2, E, 2, I, R), new(2, E, R, I), new(2, outer, H, R), ranks=i32(3, 8))
+    for tokens in (1, 9, 70):
+        ids = torch.randint(-1, E + 1, (tokens, 2), generator=g, dtype=torch.int32).cuda()
+        slots = torch.randint(-1, 3, (tokens,), generator=g, dtype=torch.int32).cuda()
+        args = (new(tokens, H), new(E, 2 * I, H), new(E, H, I), torch.rand(tokens, 2, generator=g).cuda(), ids)
+        fused_moe(*args, lora=lora, lora_ids=slots)
+        fused_moe(*args, expert_map=i32(0, 1, -1, 3, 2))
+torch.cuda.synchronize()
+print("ran")
+"""
+
+
+@pytest.mark.gpu
+def test_memcheck_finds_nothing_on_the_decode_path():
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not os.path.exists(tool):
+        pytest.skip("no compute-sanitizer")
+    command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
+    # an allocation of its own for each tensor, so that a read past one is seen
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run([*command, sys.executable, "-c", SANITIZED], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "ran" in done.stdout, (done.stdout + done.stderr)[-4000:]
