@@ -64,7 +64,7 @@ gpu-python:
 	    touch .venv-gpu/.stamp
 	  fi
 	else
-	  $(MAKE) --no-print-directory .venv/.stamp
+	  $(MAKE) -s --no-print-directory .venv/.stamp
 	fi
 
 GPU_PYTHON = $$([ -e .venv-gpu/.stamp ] && echo .venv-gpu/bin/python || echo .venv/bin/python)

@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-# Import name -> folder. `pip install -e . --config-settings editable_mode=compat` does not honour this map: never use it.
+# Import name -> folder. An editable install in mode `compat` does not honour this map: never use it.
 SOURCES = {"beam_moe": "beam_moe", "beam_moe.kernels": "kernels", "beam_moe.integrations": "integrations"}
 
 BENCH = ["matplotlib>=3.8"]
