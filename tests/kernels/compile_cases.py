@@ -216,6 +216,32 @@ def mxfp8_native():
         gemm(q.quantize(empty(rows, 512)), q.quantize(empty(384, 512)))
 
 
+def grouped_lora():
+    """Training: forward and backward at Beam's shapes, and what makes each operand leave its fast path."""
+    from beam_moe.kernels import mxfp8 as q
+    from beam_moe.kernels.moe_lora.grouped_linear import _GroupedLinearLoRA
+
+    def step(rows, experts, n, k, rank, shared=False, dtype=torch.bfloat16, factors=None, mx=False):
+        factors = factors or dtype
+        x, w = empty(rows, k, dtype=dtype), empty(experts, n, k, dtype=dtype)
+        a = empty(1 if shared else experts, rank, k, dtype=factors)
+        b = empty(1 if shared else experts, n, rank, dtype=factors)
+        offsets = torch.zeros(experts + 1, dtype=torch.int32, device=CUDA)
+        pair, w = (q.quantize_both(w), None) if mx else (None, w)
+        # the engine runs a backward pass outside the mode that marks tensors, so it is called as a function
+        saved = SimpleNamespace(needs_input_grad=(True, not mx, False, True, True))
+        saved.save_for_backward = lambda *tensors: setattr(saved, "saved_tensors", tensors)
+        y = _GroupedLinearLoRA.forward(saved, x, w, offsets, a, b, 0.5, pair, dtype)
+        _GroupedLinearLoRA.backward(saved, y)
+
+    step(8192, 32, 2560, 5120, 32)
+    step(8192, 4, 2560, 5120, 32, shared=True)
+    step(256, 32, 2560, 5120, 24, factors=torch.float32)
+    step(256, 3, 200, 72, 5, dtype=torch.float16)
+    step(256, 3, 200, 72, 1, dtype=torch.float32)
+    step(1024, 3, 384, 512, 512, mx=True)
+
+
 def elementwise():
     from beam_moe.kernels.silu_mul import silu_mul
 
@@ -228,6 +254,7 @@ GROUPS = {
     "moe_lora": moe_lora,
     "mxfp8": mxfp8,
     "mxfp8_native": mxfp8_native,
+    "grouped_lora": grouped_lora,
     "elementwise": elementwise,
 }
 
