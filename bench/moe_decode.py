@@ -28,7 +28,7 @@ import typer
 from beam_moe.config import MODELS, BeamMoEConfig, Shard
 from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, Workspace, fused_moe, fused_moe_reference, moe_workspace
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Shape, bytes_needed
-from beam_moe.kernels.mxfp8 import MXFP8Tensor
+from beam_moe.kernels.mxfp8 import MXFP8Tensor, prepare
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FEW_TOKENS = (1, 4, 16, 64, 256)
@@ -181,16 +181,16 @@ def randn(*sizes: int, std: float, dtype: torch.dtype, device: torch.device) -> 
     return torch.randn(sizes, dtype=dtype, device=device).mul_(std)
 
 
-def weight(experts: int, rows: int, cols: int, base: str, dtype: torch.dtype, device: torch.device):
-    """A random (experts, rows, cols) weight of standard deviation cols ** -0.5, dense or MXFP8."""
+def weight(experts: int, rows: int, cols: int, base: str, dtype: torch.dtype, device: torch.device, filled=True):
+    """A random (experts, rows, cols) weight of standard deviation cols ** -0.5: dense, or MXFP8 (zeros if unfilled)."""
     if base != "mxfp8":
         return randn(experts, rows, cols, std=cols**-0.5, dtype=dtype, device=device)
-    data = torch.empty(experts, rows, cols, dtype=torch.float8_e4m3fn, device=device)
-    for e in range(experts):  # an expert at a time: the source is twice the size
+    data = torch.zeros(experts, rows, cols, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    for e in range(experts if filled else 0):  # an expert at a time: the source is twice the size
         data[e] = randn(rows, cols, std=64.0, dtype=dtype, device=device).clamp_(-448, 448).to(data.dtype)
     middle = 127 - round(math.log2(64 * cols**0.5))
     scale = torch.randint(middle - 1, middle + 2, (experts, rows, cols // 32), dtype=torch.uint8, device=device)
-    return MXFP8Tensor(data, scale, axis=-1)
+    return prepare(MXFP8Tensor(data, scale, axis=-1))
 
 
 def bank(layout: Layout, shard: Shard, dtype: torch.dtype, device: torch.device) -> ExpertLoRA:
@@ -225,7 +225,7 @@ class Layers:
 
         def make(rows: int, cols: int) -> list:
             if timed or case.base == "mxfp8":
-                return [weight(e, rows, cols, case.base, dtype, device) for _ in range(copies)]
+                return [weight(e, rows, cols, case.base, dtype, device, filled=timed) for _ in range(copies)]
             # only compiled for, by many processes at once: one expert's memory stands for all
             return [weight(1, rows, cols, case.base, dtype, device).expand(e, -1, -1)]
 
@@ -274,7 +274,8 @@ def subset(value, experts: torch.Tensor):
     """The given experts of a weight, so that a reference touches no more of it than it must."""
     if isinstance(value, torch.Tensor):
         return value[experts]
-    return replace(value, data=value.data.view(torch.uint8)[experts].view(value.data.dtype), scale=value.scale[experts])
+    data = value.data.view(torch.uint8)[experts].view(value.data.dtype)
+    return replace(value, data=data, scale=value.scale[experts], rows=None)
 
 
 def subset_bank(lora: ExpertLoRA, experts: torch.Tensor) -> ExpertLoRA:

@@ -1,7 +1,9 @@
-"""Write the launch table of the fused layer for this GPU: ``kernels/configs/<device>/moe_lora.json``.
+"""Write the launch table of the fused layer for this GPU: ``kernels/configs/<device>/moe_lora.json``, and
+``moe_lora_mxfp8.json`` for MXFP8 weights.
 
     python bench/tune.py                                  # Beam at TP 8
     python bench/tune.py --model qwen3-30b-a3b --tp 1 --tokens 8,16,32 --passes 1
+    python bench/tune.py --base mxfp8 --tokens 16,32,64 --passes 1
 
 Coordinate descent by whole-layer times as `moe_decode.py` takes them: each pass times every neighbour of the best
 configuration so far that differs in one group of fields, then puts the groups that gained together, the largest gain
@@ -21,7 +23,7 @@ from moe_decode import LIMIT, PREFILL, TOKENS, Bound, Case, Layers, bind, checke
 
 from beam_moe.kernels import tuning
 from beam_moe.kernels.moe_lora import MoEConfig
-from beam_moe.kernels.moe_lora.config import OP
+from beam_moe.kernels.moe_lora.config import OPS
 
 MIN_GAIN = 0.003  # smaller differences are noise between replays
 
@@ -31,6 +33,7 @@ class Sweep:
 
     def __init__(self, cases: list[Case], layers: Layers):
         self.cases, self.layers = cases, layers
+        self.base = kernel_base(cases[0])
         self.known: dict[MoEConfig, float] = {}
         self.bound: dict[str, Bound] = {}
 
@@ -58,7 +61,7 @@ class Sweep:
         """One pass over the neighbours of ``best``."""
         origin, now = best, self.relative(best, start)
         gains = []
-        for candidate in best.candidates():
+        for candidate in best.candidates(self.base):
             gain = now - self.relative(candidate, start)
             if gain > MIN_GAIN:
                 gains.append((gain, changed(best, candidate)))
@@ -70,6 +73,11 @@ class Sweep:
             if then < now - MIN_GAIN / 2:
                 best, now = together, then
         return best
+
+
+def kernel_base(case: Case) -> str:
+    """What `MoEConfig` calls the case's weights."""
+    return "mxfp8" if case.base == "mxfp8" else "dense"
 
 
 def changed(old: MoEConfig, new: MoEConfig) -> dict[str, object]:
@@ -90,7 +98,7 @@ def compile_pass(pool, sweeps: Iterable[tuple[Sweep, MoEConfig]]) -> None:
     """Compile the untried neighbours of every bucket's best configuration, all processes busy."""
     work = []
     for sweep, best in sweeps:
-        configs = [c for c in (best, *best.candidates()) if c not in sweep.known]
+        configs = [c for c in (best, *best.candidates(sweep.base)) if c not in sweep.known]
         for first in range(0, len(configs), 6):
             work += [(case, False, configs[first : first + 6]) for case in sweep.cases]
     for future in [pool.submit(compile_case, *item) for item in work]:
@@ -100,6 +108,7 @@ def compile_pass(pool, sweeps: Iterable[tuple[Sweep, MoEConfig]]) -> None:
 def main(
     model: str = typer.Option("beam-1.0", help="A name in beam_moe.config.MODELS."),
     tp: int = typer.Option(8, help="Tensor parallelism of the experts."),
+    base: str = typer.Option("bf16", help="bf16 or mxfp8: the experts' weights."),
     tokens: str = typer.Option(",".join(map(str, (*TOKENS, 1024, PREFILL))), help="Token counts, one entry each."),
     layouts: str = typer.Option("per_expert_r32", help="Layouts of moe_decode.py whose mean time counts."),
     passes: int = typer.Option(2, help="Rounds of neighbours."),
@@ -110,14 +119,20 @@ def main(
         print("tune.py measures launches: it needs a GPU", file=sys.stderr)
         raise typer.Exit(2)
     counts = numbers(tokens)
-    layers = Layers(Case(model, tp, "bf16", "none", "uniform", 1), harness.device(), torch.bfloat16, max(counts))
+    layers = Layers(Case(model, tp, base, "none", "uniform", 1), harness.device(), torch.bfloat16, max(counts))
     shard = layers.shard
     sweeps, best, start = {}, {}, {}
     for count in counts:
-        cases = [Case(model, tp, "bf16", layout, "uniform", count) for layout in layouts.split(",")]
+        cases = [Case(model, tp, base, layout, "uniform", count) for layout in layouts.split(",")]
         sweeps[count] = Sweep(cases, layers)
         best[count] = MoEConfig.pick(
-            layers.device, count, shard.top_k, shard.num_experts, shard.hidden, shard.intermediate
+            layers.device,
+            count,
+            shard.top_k,
+            shard.num_experts,
+            shard.hidden,
+            shard.intermediate,
+            base=sweeps[count].base,
         )
         start[count] = {}
     shape = {
@@ -135,7 +150,8 @@ def main(
                 times = ", ".join(f"{us * relative:.1f} of {us:.1f} us" for us in start[count].values())
                 print(f"{count:5} tokens: {times}: {describe(best[count])}", flush=True)
                 if save:
-                    tuning.save(None, OP, [{"shape": shape, "rows": count, "config": dataclasses.asdict(best[count])}])
+                    entry = {"shape": shape, "rows": count, "config": dataclasses.asdict(best[count])}
+                    tuning.save(None, OPS[sweeps[count].base], [entry])
 
 
 if __name__ == "__main__":

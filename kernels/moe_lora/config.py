@@ -11,7 +11,7 @@ import triton
 
 from beam_moe.kernels import tuning
 
-OP = "moe_lora"
+OPS = {"dense": "moe_lora", "mxfp8": "moe_lora_mxfp8"}  # the table of each kind of weights
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,19 @@ class MoEConfig:
     combine_warps: int = 4
 
     @classmethod
-    def pick(cls, device: torch.device, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
-        """The tuned entry for this device and shape, bucketed on tokens, else `heuristic`."""
-        return _pick(device.type, device.index, tokens, top_k, experts, hidden, inter)
+    def pick(
+        cls,
+        device: torch.device,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        hidden: int,
+        inter: int,
+        *,
+        base: str = "dense",
+    ) -> MoEConfig:
+        """The tuned entry for this device, shape and base ("dense" or "mxfp8"), bucketed on tokens, else a rule."""
+        return _pick(device.type, device.index, tokens, top_k, experts, hidden, inter, base)
 
     @classmethod
     def heuristic(cls, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
@@ -83,9 +93,35 @@ class MoEConfig:
             combine_block_h=min(1024 if big else 256, triton.next_power_of_2(hidden)),
         )
 
-    def candidates(self) -> Iterator[MoEConfig]:
+    @classmethod
+    def mxfp8_heuristic(cls, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
+        """The same for MXFP8 weights.
+
+        A plan always: the launch that normalises x carries it. Steps are as many bytes as a dense base's, and whole
+        rows of h are kept where they fit, which the fp16 form of W2 needs.
+        """
+        dense = cls.heuristic(tokens, top_k, experts, hidden, inter)
+        big = dense.block_m >= 64
+        return replace(
+            dense,
+            block_m=min(dense.block_m, 64),
+            rows="plan",
+            up_block_n=64,
+            up_block_k=min(128 if big else 256, max(32, triton.next_power_of_2(hidden))),
+            up_warps=4,
+            up_stages=3,
+            splits=dense.splits if hidden // dense.splits >= 1024 else 1,
+            down_block_n=min(64, max(16, triton.next_power_of_2(hidden))),
+            down_block_k=128 if inter % 128 == 0 else 64 if inter > 32 else 32,
+            down_warps=4,
+            down_stages=3 if inter <= 1024 else 4,
+            down_tiles=4,
+            down_whole=inter <= 1024,
+        )
+
+    def candidates(self, base: str = "dense") -> Iterator[MoEConfig]:
         """Neighbours of this one, a group of fields at a time: what `bench/tune.py` tries."""
-        for fields, choices in GROUPS:
+        for fields, choices in GROUPS[base]:
             for values in choices:
                 neighbour = replace(self, **dict(zip(fields, values, strict=True)))
                 if neighbour != self:
@@ -99,7 +135,8 @@ class MoEConfig:
         return asdict(self)
 
 
-GROUPS: tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...] = (
+_Groups = tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...]
+_DENSE: _Groups = (
     (("rows",), (("plan",), ("search",), ("direct",))),
     (("splits",), ((1,), (2,), (4,), (5,), (8,), (10,))),
     (
@@ -124,13 +161,35 @@ GROUPS: tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...] = (
     (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
     (("block_m",), ((16,), (32,), (64,), (128,))),
 )
+_MXFP8: _Groups = (
+    (("splits",), ((1,), (2,), (4,), (5,))),
+    (("up_block_k", "up_stages"), ((256, 2), (256, 3), (256, 4), (128, 4), (128, 6))),
+    (("act_block_i", "act_warps"), ((32, 4), (64, 4), (64, 8))),
+    (
+        ("down_block_n", "down_block_k", "down_stages", "down_tiles"),
+        (
+            (64, 64, 2, 4),
+            (64, 64, 3, 2),
+            (64, 64, 3, 4),
+            (64, 64, 3, 8),
+            (64, 64, 4, 8),
+            (64, 128, 3, 4),
+            (128, 64, 2, 4),
+        ),
+    ),
+    (("combine_block_h", "combine_warps"), ((256, 4), (512, 4))),
+)
+GROUPS: dict[str, _Groups] = {"dense": _DENSE, "mxfp8": _MXFP8}
 
 
 @functools.lru_cache(maxsize=4096)
-def _pick(kind: str, index: int | None, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
+def _pick(
+    kind: str, index: int | None, tokens: int, top_k: int, experts: int, hidden: int, inter: int, base: str
+) -> MoEConfig:
     if kind == "cuda":
         name = torch.cuda.get_device_name(index)
-        tuned = tuning.lookup(name, OP, tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
+        tuned = tuning.lookup(name, OPS[base], tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
         if tuned is not None:
             return MoEConfig(**tuned)
-    return MoEConfig.heuristic(tokens, top_k, experts, hidden, inter)
+    rule = MoEConfig.heuristic if base == "dense" else MoEConfig.mxfp8_heuristic
+    return rule(tokens, top_k, experts, hidden, inter)

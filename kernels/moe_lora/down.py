@@ -128,7 +128,7 @@ def _mxfp8_tiles(
         s_now = load_scales(s_rows + n * stride_sn, n < H, step * BLOCK_K, I, BLOCK_K, not EVEN_N, I % BLOCK_K == 0)
         scales_ahead = scales_ahead + (s_now,)
     word_ahead = tl.load(words + n, mask=n < H, other=0)
-    found = tl.max(h_wide.to(tl.int32), 0)
+    seen = tl.zeros((BLOCK_N,), tl.int16)
     for tile in tl.range(first_tile, first_tile + TILES_PER_PROGRAM, num_stages=STAGES):
         n = tile * BLOCK_N + offs_n
         mask_n = n < H
@@ -159,15 +159,14 @@ def _mxfp8_tiles(
             )  # fmt: skip
         mask = mask_m[:, None] & mask_n[None, :]
         if FP16 or ONLY_WIDE:
-            row_wide = (word & 256) != 0
-            found = tl.maximum(found, tl.max(row_wide.to(tl.int32), 0))
-            wide = h_wide[:, None] | row_wide[None, :]
+            seen |= word
+            wide = h_wide[:, None] | ((word & 256) != 0)[None, :]
             if FP16:
                 mask = mask & (wide == 0)
             else:
                 mask = mask & wide
         tl.store(y_rows + tile * BLOCK_N, y, mask=mask, eviction_policy="evict_last")
-    return found
+    return tl.maximum(tl.max(h_wide.to(tl.int32), 0), tl.max((seen & 256).to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
@@ -311,12 +310,12 @@ def _down_kernel(
             )  # fmt: skip
             if FP16:
                 if found != 0:
-                    columns = ()
+                    raw = ()
                     for step in tl.static_range(STEPS):
-                        mask = mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
-                        columns = columns + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0)),)
+                        mask_raw = mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+                        raw = raw + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask_raw, other=0.0)),)
                     _mxfp8_tiles(
-                        columns, shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn,
+                        raw, shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn,
                         words, y_rows, first_tile,
                         b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
                         stride_bl, stride_be, stride_bn,

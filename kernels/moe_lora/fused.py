@@ -4,14 +4,15 @@
     h      = silu(g) * u, (g | u) = W13[e] @ x[t] + B13[l, e] @ (A13[l, e] @ x[t]),  e = topk_ids[t, k], l = lora_ids[t]
 
     launch    reads                         writes                  file
-    plan      topk_ids                      blocks of rows          plan.py      (none for few tokens)
+    plan      topk_ids [, x]                blocks of rows          plan.py      (none for few tokens)
     gate_up   W13, A13, x                   g | u, t                gate_up.py
     activate  g | u, t, B13, A2             h, s                    activate.py
     down      W2, B2, h, s                  y                       down.py
     combine   y, topk_weights [, B2, s]     out                     combine.py
 
 At decode the layer is bound by reading weights, so each expert's weights and factors are read once for all the rows
-that chose it, and each launch starts while the one before drains.
+that chose it, and each launch starts while the one before drains. Weights in MXFP8 are decoded on their way
+(`mxfp8.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from beam_moe.kernels.moe_lora.combine import _combine_kernel
 from beam_moe.kernels.moe_lora.config import MoEConfig
 from beam_moe.kernels.moe_lora.down import _down_kernel
 from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
+from beam_moe.kernels.moe_lora.mxfp8 import operand
 from beam_moe.kernels.moe_lora.plan import build_plan
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
+from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
+from beam_moe.kernels.mxfp8.gemm import scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
@@ -52,12 +56,30 @@ def _tensor(name: str, t: object, dims: int, dtypes: tuple[torch.dtype, ...], de
     _require(inner, name, "of innermost stride 1", f"strides {t.stride()} for shape {tuple(t.shape)}")
 
 
+def _mxfp8(name: str, w: MXFP8Tensor, device: torch.device) -> None:
+    _require(w.ndim == 3, name, "a tensor of 3 dimensions", f"shape {tuple(w.shape)}")
+    _require(w.elem == "e4m3", name, "of E4M3 elements", w.elem)
+    _require(w.axis == -1, name, "of blocks along its last axis (-1)", f"axis {w.axis}")
+    _require(not w.swizzled, name, "of row-major scales", "swizzled ones")
+    _require(w.shape[-1] % BLOCK == 0, name, f"of a last axis that {BLOCK} divides", tuple(w.shape))
+    _tensor(name, w.data, 3, (torch.float8_e4m3fn,), device)
+    _tensor(f"{name}.scale", w.scale, 3, (torch.uint8,), device)
+    if w.rows is not None:
+        _require(w.rows.is_contiguous(), f"{name}.rows", "contiguous", f"strides {w.rows.stride()}")
+        _require(w.rows.device == device, f"{name}.rows", f"on x's device {device}", w.rows.device)
+
+
 def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out) -> None:
     _require(isinstance(x, torch.Tensor), "x", "a tensor", type(x).__name__)
     device = x.device
     _tensor("x", x, 2, DTYPES, device)
-    _tensor("w13", w13, 3, (x.dtype,), device)
-    _tensor("w2", w2, 3, (x.dtype,), device)
+    mx = isinstance(w13, MXFP8Tensor)
+    _require(isinstance(w2, MXFP8Tensor) == mx, "w2", "MXFP8 where w13 is, dense where it is", type(w2).__name__)
+    for name, w in (("w13", w13), ("w2", w2)):
+        if mx:
+            _mxfp8(name, w, device)
+        else:
+            _tensor(name, w, 3, (x.dtype,), device)
     tokens, hidden = x.shape
     experts, inter = w2.shape[0], w2.shape[2]
     _require(1 <= experts <= MAX_EXPERTS, "w2", f"of 1 to {MAX_EXPERTS} experts", experts)
@@ -124,8 +146,8 @@ def _offset(base: torch.Tensor, other: torch.Tensor) -> int:
 
 def _run(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | MXFP8Tensor,
+    w2: torch.Tensor | MXFP8Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     lora: ExpertLoRA | None,
@@ -150,10 +172,28 @@ def _run(
     has_map = expert_map is not None
     common: dict[str, Any] = dict(TOP_K=top_k, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
-    if cfg.rows == "plan":
+    up_w, down_w, images = w13, w2, {}
+    up_strides = down_strides = (0, 0)
+    up_base: dict[str, Any] = {}
+    down_base: dict[str, Any] = {}
+    if isinstance(w13, MXFP8Tensor):
+        up, down = operand(w13, cfg.up_block_n, cfg.up_block_k), operand(w2, cfg.down_block_n, cfg.down_block_k)
+        bf16 = x.dtype == torch.bfloat16
+        if bf16 and up.constants["FP16"]:
+            images = {"x": x, "xn": buffers.xn, "words": buffers.words}
+        up_w, up_strides, down_w, down_strides = up.codes, up.strides, down.codes, down.strides
+        ahead = scales_ahead(w13.scale, cfg.up_block_n, cfg.up_block_k, cfg.up_warps)
+        up_base = up.constants | {"NORMALIZED": bool(images), "AHEAD": ahead, "STAGES": cfg.up_stages}
+        up_base |= {"xn_ptr": buffers.xn if images else x, "x_words_ptr": buffers.words}
+        down_base = down.constants | {"NORMALIZED": bf16, "STAGES": cfg.down_stages}
+    else:
+        up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]
+
+    if cfg.rows == "plan" or images:
         build_plan(
             topk_ids, expert_map, experts, cfg.block_m, order, table,
-            num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl,
+            num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl, planned=cfg.rows == "plan",
+            **images,
         )  # fmt: skip
 
     if lora is None:
@@ -181,12 +221,12 @@ def _run(
     else:
         grid = ((w_tiles + a_tiles) * cfg.splits, blocks)
     _gate_up_kernel[grid](
-        x, w13, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
+        x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks, up_a_offset,
-        x.stride(0), w13.stride(0), w13.stride(1), a_strides[0], a_strides[1], a_strides[2],
+        x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
         H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
-        num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common,
+        num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common, **up_base,
     )  # fmt: skip
     _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
         buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
@@ -198,13 +238,13 @@ def _run(
     )  # fmt: skip
     token_blocks = triton.cdiv(tokens, 16) if shared_b else 0
     _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
-        buffers.h, w2, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
+        buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks,
-        w2.stride(0), w2.stride(1), b2_strides[0], b2_strides[1], b2_strides[2],
+        *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
         H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
         WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-        num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common,
+        num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common, **down_base,
     )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h
@@ -219,8 +259,8 @@ def _run(
 
 def fused_moe(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: torch.Tensor | MXFP8Tensor,
+    w2: torch.Tensor | MXFP8Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
@@ -237,7 +277,9 @@ def fused_moe(
     Args:
         x: (T, H) bf16 or fp16 activations, T from 0 up; rows may be strided.
         w13: (E, 2I, H) as x: the local experts' gate rows, then their up rows.
-        w2: (E, H, I) as x. Both may be strided views of innermost stride 1.
+        w2: (E, H, I) as x. Both may be strided views of innermost stride 1. Or both are `MXFP8Tensor` of E4M3 elements
+            in blocks along the last axis: the result is that for `dequantize` of them to accumulation order. After
+            `prepare` of both they take the faster fp16 form where it is exact, row by row.
         topk_weights: (T, K) float32, contiguous.
         topk_ids: (T, K) int32, contiguous. Ids outside 0..E-1 (of ``expert_map``'s length where given) add nothing.
         lora: the bank of adapter slots, as `ExpertLoRA`; needs ``lora_ids``.
@@ -276,19 +318,24 @@ def _fused_moe(
     x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config
 ) -> torch.Tensor:
     _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out)
+    if workspace is not None:
+        _require(isinstance(workspace, Workspace), "workspace", "a Workspace", type(workspace).__name__)
+        where = workspace.buffer.device
+        _require(where == x.device, "workspace", f"on x's device {x.device}", where)
     if env.flag("CHECK"):
         _check_values(topk_weights, w2.shape[0], lora, expert_map)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, top_k = topk_ids.shape
     experts, hidden, inter = w2.shape
+    base = "mxfp8" if isinstance(w13, MXFP8Tensor) else "dense"
     rank = 0 if lora is None else lora.rank
     scale = float(routed_scaling)
     for first in range(0, tokens, CHUNK):
         rows = slice(first, min(first + CHUNK, tokens))
         count = rows.stop - first
         shape = Shape(count, top_k, experts, hidden, inter, rank)
-        cfg = config or MoEConfig.pick(x.device, count, top_k, experts, hidden, inter)
+        cfg = config or MoEConfig.pick(x.device, count, top_k, experts, hidden, inter, base=base)
         if workspace is None:
             memory = torch.empty(bytes_needed(shape, cfg), dtype=torch.uint8, device=x.device)
             buffers = carve(memory, shape, cfg, x.dtype)

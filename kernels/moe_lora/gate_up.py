@@ -10,11 +10,14 @@ Weights stand on the long side of the matrix instruction (64 rows or more) and r
 few rows waste nothing of it. Every weight is read once by each block of at most ``BLOCK_M`` rows. H is cut into
 ``SPLITS`` fixed shares, which keeps all processors busy to the end; `activate` adds the planes in their order, so a
 result depends neither on timing nor on the other rows of the batch.
+
+W13 in MXFP8 is decoded in registers on the way (`mxfp8`); A stays as it is.
 """
 
 import triton
 import triton.language as tl
 
+from beam_moe.kernels.moe_lora.mxfp8 import mxfp8_rows_times_x
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
     block_rows,
@@ -119,11 +122,25 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
+    xn_ptr=None,  # (T, H) fp16: what follows is there under an MXFP8 base
+    x_words_ptr=None,  # (T,)
+    scales_ptr=None,  # (E, 2I, H / 32)
+    words_ptr=None,  # (E, 2I)
+    stride_se=0,
+    stride_sn=0,
+    BASE: tl.constexpr = "dense",
+    FP16: tl.constexpr = False,
+    NORMALIZED: tl.constexpr = False,
+    SOFT: tl.constexpr = False,
+    W_TMA: tl.constexpr = False,
+    AHEAD: tl.constexpr = False,
+    STAGES: tl.constexpr = 1,
 ):
-    """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS); blocks of tokens follow where experts share A."""
+    """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS), after the blocks of tokens where experts share A."""
     W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = W_TILES if SHARED_A else W_TILES + A_TILES
+    A_BLOCK_K: tl.constexpr = BLOCK_K if BASE == "dense" else BLOCK_K // 2  # as many bytes of A as of codes
     K_SHARE: tl.constexpr = ((H + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)) * BLOCK_K
     unit = tl.program_id(0)
     block = tl.program_id(1)
@@ -131,19 +148,23 @@ def _gate_up_kernel(
     wait_for_previous(PDL)
     let_next_start(PDL)
 
-    if SHARED_A and block >= MAX_BLOCKS:
+    token_blocks = 0
+    if SHARED_A:
+        token_blocks = tl.cdiv(T, BLOCK_M)
+    if SHARED_A and block < token_blocks:
         split = unit // A_TILES
         if split < SPLITS:
-            token = (block - MAX_BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
+            token = block * BLOCK_M + tl.arange(0, BLOCK_M)
             mask_m = token < T
             token = tl.where(mask_m, token, 0)
             _adapter_tile(
                 x_ptr, token.to(tl.int64) * stride_xt, a_ptr, unit * 0, t_ptr, split.to(tl.int64) * T + token, token,
                 mask_m, unit % A_TILES, split * K_SHARE, tl.minimum(split * K_SHARE + K_SHARE, H),
                 lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
+                H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, INTERPRETED,
             )  # fmt: skip
     elif unit < TILES * SPLITS:
+        block -= token_blocks
         expert, pair, mask_m = block_rows(
             topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, P, E_GLOBAL, E,
             BLOCK_M, BLOCK_P, HAS_MAP,
@@ -162,16 +183,28 @@ def _gate_up_kernel(
             row = split.to(tl.int64) * P + pair
             if tile < W_TILES:
                 n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                acc = _rows_times_x(
-                    w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N,
-                    x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED,
-                )  # fmt: skip
+                if BASE == "mxfp8":
+                    e = expert.to(tl.int64)
+                    acc = mxfp8_rows_times_x(
+                        w13_ptr if W_TMA else w13_ptr + e * stride_we, expert * N + tile * BLOCK_N,
+                        n.to(tl.int64) * stride_wn, scales_ptr + e * stride_se + n.to(tl.int64) * stride_sn,
+                        words_ptr + e * N + n, n < N, x_ptr, x_offsets,
+                        xn_ptr, token.to(tl.int64) * H if NORMALIZED else x_offsets, x_words_ptr + token, mask_m,
+                        k_first, k_last, H,
+                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0,
+                        FP16, NORMALIZED, SOFT, W_TMA, AHEAD, STAGES, INTERPRETED,
+                    )  # fmt: skip
+                else:
+                    acc = _rows_times_x(
+                        w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N,
+                        x_ptr, x_offsets, mask_m, k_first, k_last, H,
+                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED,
+                    )  # fmt: skip
                 out = gu_ptr + row[:, None] * N + n[None, :]
                 tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
             elif RANK > 0:
                 _adapter_tile(
                     x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
                     lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                    H, RANK, NA, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED,
+                    H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, INTERPRETED,
                 )  # fmt: skip

@@ -9,16 +9,21 @@ Every program counts all experts for itself (P is small and hot in L2) and then 
 the plan takes one launch without any exchange between programs, and is the same in every run. For few pairs there is
 no plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both
 tables for `down`, with a block for each pair.
+
+MXFP8 weights are multiplied with fp16 activations: where x is bf16, the same launch normalises its rows.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from beam_moe.kernels.moe_lora.pipeline import let_next_start, local_expert, wait_for_previous
+from beam_moe.kernels.mxfp8.decode_block import normalize_row
 
 
-@triton.jit(do_not_specialize=["P", "MAX_BLOCKS"])
+@triton.jit(do_not_specialize=["P", "MAX_BLOCKS", "programs"])
 def _plan_kernel(
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
@@ -34,11 +39,28 @@ def _plan_kernel(
     EXPERTS_PER_PROGRAM: tl.constexpr,
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
+    x_ptr=None,  # (T, H), where its rows are normalised too
+    xn_ptr=None,  # (T, H) fp16
+    words_ptr=None,  # (T,)
+    programs=0,
+    stride_xt=0,
+    H: tl.constexpr = 0,
+    BLOCK_H: tl.constexpr = 0,  # 0: a plan and nothing else
 ):
-    """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts."""
+    """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts.
+
+    With BLOCK_H the grid is (programs + T,): a program behind the plan's own (none, where no plan is wanted) normalises
+    a row of x.
+    """
     wait_for_previous(PDL)
     let_next_start(PDL)
     program = tl.program_id(0)
+    if BLOCK_H > 0:
+        if program >= programs:
+            row = (program - programs).to(tl.int64)
+            word = normalize_row(x_ptr + row * stride_xt, xn_ptr + row * H, H, 1, BLOCK_H)
+            tl.store(words_ptr + row, word)
+            return
     offs_p = tl.arange(0, BLOCK_P)
     offs_e = tl.arange(0, BLOCK_E)  # BLOCK_E > E: the last bin takes the pairs that are left out
 
@@ -87,11 +109,27 @@ def build_plan(
     num_warps: int,
     experts_per_program: int,
     pdl: bool,
+    planned: bool = True,
+    x: torch.Tensor | None = None,
+    xn: torch.Tensor | None = None,
+    words: torch.Tensor | None = None,
 ) -> None:
-    """Launch the plan of ``topk_ids`` (T, K) into ``order`` and ``block_experts``, laid out as above."""
+    """Launch the plan of ``topk_ids`` (T, K) into ``order`` and ``block_experts``, laid out as above.
+
+    With ``x`` (T, H), of inner stride 1, further programs of the same launch write its rows' fp16 images to ``xn``
+    (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone.
+    """
     pairs = topk_ids.numel()
-    extra = {"launch_pdl": True} if pdl else {}
-    _plan_kernel[(triton.cdiv(experts, experts_per_program),)](
+    extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    programs = triton.cdiv(experts, experts_per_program) if planned else 0
+    rows = 0
+    if x is not None:
+        rows, hidden = x.shape
+        block_h = min(16384, max(16, triton.next_power_of_2(hidden)))
+        num_warps = max(num_warps, min(16, block_h // 1024))
+        extra |= {"x_ptr": x, "xn_ptr": xn, "words_ptr": words, "programs": programs}
+        extra |= {"stride_xt": x.stride(0), "H": hidden, "BLOCK_H": block_h}
+    _plan_kernel[(programs + rows,)](
         topk_ids,
         topk_ids if expert_map is None else expert_map,
         order,

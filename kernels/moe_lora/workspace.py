@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from beam_moe.kernels.moe_lora.config import MoEConfig
+from beam_moe.kernels.moe_lora.config import OPS, MoEConfig
 
 CHUNK = 4096  # tokens of one pass: beyond it the fp32 rows of `y` would outgrow what they save
 _ALIGN = 256
@@ -35,6 +35,8 @@ class Buffers(NamedTuple):
     h: torch.Tensor
     s: torch.Tensor
     y: torch.Tensor
+    xn: torch.Tensor  # x's fp16 image under MXFP8 weights
+    words: torch.Tensor
 
 
 def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | None]]:
@@ -50,6 +52,8 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
         (pairs * shape.inter, None),
         (tiles * pairs * shape.rank, torch.float32),
         (pairs * shape.hidden, torch.float32),
+        (shape.tokens * shape.hidden, torch.float16),
+        (shape.tokens, torch.int32),
     ]
 
 
@@ -107,18 +111,20 @@ def _largest(
     max_tokens: int, top_k: int, experts: int, hidden: int, inter: int, rank: int, device: torch.device
 ) -> int:
     top = min(max_tokens, CHUNK)
-    counts = {*range(1, min(top, 256) + 1), *range(256, top + 1, 32), top}
     return max(
         bytes_needed(
-            Shape(t, top_k, experts, hidden, inter, rank), MoEConfig.pick(device, t, top_k, experts, hidden, inter)
+            Shape(t, top_k, experts, hidden, inter, rank),
+            MoEConfig.pick(device, t, top_k, experts, hidden, inter, base=base),
         )
-        for t in counts
-        if 0 < t <= top
+        for base in OPS
+        for t in range(1, top + 1)  # parameters change with t, so the largest batch is not the one that needs most
     )
 
 
 def moe_workspace(max_tokens: int, top_k: int, shard: Any, max_rank: int, device: torch.device | str) -> Workspace:
     """A `Workspace` for every call of up to ``max_tokens`` tokens (required: a guess would be too small one day).
+
+    It serves dense and MXFP8 weights alike.
 
     Args:
         max_tokens, top_k: the largest batch and the experts of each token; batches beyond `CHUNK` tokens run in passes.

@@ -209,22 +209,10 @@ def prepare(t: MXFP8Tensor) -> MXFP8Tensor:
 
 
 @triton.jit
-def _normalize_kernel(
-    x_ptr,
-    out_ptr,
-    word_ptr,
-    cols,
-    stride_xm,
-    stride_xk,
-    PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid (rows,): one row of bf16 (or fp32, or bf16 as int16) to normalised fp16 and its word."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+def normalize_row(x_row, out_row, cols, stride_xk, BLOCK: tl.constexpr):
+    """int32 word of one row of bf16 (or fp32, or bf16 as int16), whose normalised fp16 elements go to ``out_row``."""
     lane = tl.arange(0, BLOCK)
-    x_row = x_ptr + row * stride_xm + lane.to(tl.int64) * stride_xk
+    x_row += lane.to(tl.int64) * stride_xk
     top = tl.zeros((BLOCK,), tl.int32)
     for k in range(0, cols, BLOCK):
         x = _to_float(tl.load(x_row + tl.cast(k, tl.int64) * stride_xk, mask=k + lane < cols, other=0))
@@ -239,9 +227,27 @@ def _normalize_kernel(
         half = y.to(tl.float16)
         lost = (half.to(tl.float32) != y) | ((half == 0.0) & (x != 0.0))
         bad = tl.maximum(bad, lost.to(tl.int32))
-        tl.store(out_ptr + row * cols + k + lane, half, mask=inside)
+        tl.store(out_row + k + lane, half, mask=inside)
     wide = (tl.max(bad, axis=0) != 0) | (amax >= 0x7F800000)
-    tl.store(word_ptr + row, shift + 1024 + wide.to(tl.int32) * 65536)
+    return shift + 1024 + wide.to(tl.int32) * 65536
+
+
+@triton.jit
+def _normalize_kernel(
+    x_ptr,
+    out_ptr,
+    word_ptr,
+    cols,
+    stride_xm,
+    stride_xk,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (rows,): one row to normalised fp16 and its word."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(word_ptr + row, normalize_row(x_ptr + row * stride_xm, out_ptr + row * cols, cols, stride_xk, BLOCK))
 
 
 @triton.jit
