@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.experts.mxfp8_emulation_moe import Mxf
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineMoEMethod
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
@@ -377,7 +378,7 @@ def give_experts(runner: Any) -> str | None:
         experts = BeamMxfp8Experts.configured(**options)
         # the emulation backend's layout is the plain row-major one; other backends repack for their own kernels
         method.fp8_backend = Fp8MoeBackend.EMULATION
-    elif chosen is TritonExperts:
+    elif isinstance(method, UnquantizedFusedMoEMethod) and chosen is TritonExperts:
         experts = BeamTritonExperts.configured(**options)
     else:
         return f"vLLM chose {getattr(chosen, '__name__', chosen)} ({type(method).__name__})"

@@ -237,6 +237,18 @@ def invariant(folder: Path) -> dict:
     return {"together": together, "alone": alone}
 
 
+def quantised(folder: Path) -> dict:
+    """Online fp8 or MXFP8 weights (BEAM_MOE_TEST_BASE) with adapters: bare and adapter rows, and what served them."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    base = os.environ["BEAM_MOE_TEST_BASE"]
+    llm = start(folder, lora=True, enable_prefix_caching=False, quantization=base)
+    out = {"bare": generate(llm, PROMPTS * 2, None)}
+    request = AdapterSync("policy", 1).update(llm, adapter(1), CONFIG)
+    out["mixed"] = generate(llm, PROMPTS * 2, [None] * 4 + [request] * 4)
+    return {**out, "report": llm.collective_rpc("beam_moe_report")[0]}
+
+
 def replay(folder: Path) -> dict:
     """Routed experts returned with each request, at the pipeline size of BEAM_MOE_TEST_PP and tensor size of _TP."""
     from vllm import SamplingParams
@@ -258,7 +270,7 @@ def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     work = folder / f"model_{name}_{os.environ.get('BEAM_MOE_TEST_PP', '1')}_{os.environ.get('BEAM_MOE_TEST_TP', '1')}"
     work.mkdir(parents=True, exist_ok=True)
-    result = {f.__name__: f for f in (plain, lora, caching, sleeping, invariant, replay)}[name](work)
+    result = {f.__name__: f for f in (plain, lora, caching, sleeping, invariant, quantised, replay)}[name](work)
     (work / "result.json").write_text(json.dumps(result))
     print("RESULT", work / "result.json", flush=True)
 

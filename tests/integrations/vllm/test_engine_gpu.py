@@ -25,20 +25,20 @@ def scenario(tmp_path_factory):
         pytest.skip("needs vLLM")
     done: dict[tuple, dict] = {}
 
-    def run(name: str, pp: int = 1, tp: int = 1) -> dict:
-        if (name, pp, tp) in done:
-            return done[name, pp, tp]
+    def run(name: str, pp: int = 1, tp: int = 1, base: str = "") -> dict:
+        if (name, pp, tp, base) in done:
+            return done[name, pp, tp, base]
         if torch.cuda.device_count() < pp * tp:
             pytest.skip(f"needs {pp * tp} GPUs")
         folder = tmp_path_factory.mktemp(name)
-        env = {**os.environ, "BEAM_MOE_TEST_PP": str(pp), "BEAM_MOE_TEST_TP": str(tp)}
+        env = {**os.environ, "BEAM_MOE_TEST_PP": str(pp), "BEAM_MOE_TEST_TP": str(tp), "BEAM_MOE_TEST_BASE": base}
         env.pop("TRITON_INTERPRET", None)
         command = [sys.executable, "-P", str(HERE / "engine.py"), name, str(folder)]
         result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
         assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
         path = next(line.split()[1] for line in result.stdout.splitlines() if line.startswith("RESULT "))
-        done[name, pp, tp] = json.loads(Path(path).read_text())
-        return done[name, pp, tp]
+        done[name, pp, tp, base] = json.loads(Path(path).read_text())
+        return done[name, pp, tp, base]
 
     return run
 
@@ -89,6 +89,15 @@ def test_batch_invariance(scenario):
     """With VLLM_BATCH_INVARIANT a request's output does not depend on what it is batched with."""
     result = scenario("invariant")
     assert result["together"] == result["alone"]
+
+
+@pytest.mark.parametrize("base", ["fp8", "mxfp8"])
+def test_quantised_base_with_adapters(scenario, base):
+    """On our kernels or on vLLM's, with the reason said; the adapter works and leaves bare rows alone."""
+    result = scenario("quantised", base=base)
+    assert result["mixed"][:4] == result["bare"][:4] and result["mixed"][4:] != result["bare"][4:]
+    for row in result["report"]["layers"]:
+        assert row["ours_up_to_tokens"] > 0 or row["reason"], row
 
 
 @pytest.mark.parametrize("pp, tp", [(2, 1), (1, 2)])

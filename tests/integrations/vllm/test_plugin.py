@@ -145,6 +145,14 @@ def test_mxfp8_stays_with_vllm_where_the_fused_layer_cannot(experts_module, monk
     assert "no MXFP8" in experts_module.give_experts(runner) and runner.routed_scaling_factor == 2.5
 
 
+def test_other_quantised_experts_keep_vllms_class(experts_module):
+    """An fp8 method that also builds on TritonExperts is not taken for an unquantised one."""
+    method = SimpleNamespace(experts_cls=experts_module.TritonExperts)
+    runner = SimpleNamespace(routed_experts=SimpleNamespace(quant_method=method), routed_scaling_factor=2.5)
+    assert "TritonExperts (SimpleNamespace)" in experts_module.give_experts(runner)
+    assert method.experts_cls is experts_module.TritonExperts and runner.routed_scaling_factor == 2.5
+
+
 @pytest.fixture(scope="module")
 def experts_module(fake_hopper):
     from beam_moe.integrations.vllm import experts
