@@ -114,6 +114,7 @@ def _shrink_kernel(
     stride_ar,
     stride_ak,
     R: tl.constexpr,
+    TURNED: tl.constexpr,  # a lies with R contiguous
     GROUPS_P2: tl.constexpr,
     EVEN_K: tl.constexpr,
     BM: tl.constexpr,
@@ -130,18 +131,27 @@ def _shrink_kernel(
     r = tl.program_id(1) * BR + tl.arange(0, BR)
     lane = tl.arange(0, BK)
     x_row = x_ptr + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * stride_xm
-    a_row = a_ptr + group.to(tl.int64) * stride_ae + rows_within(r, R, R % BR == 0)[:, None] * stride_ar
+    a_row = a_ptr + group.to(tl.int64) * stride_ae + rows_within(r, R, R % BR == 0) * stride_ar
     acc = tl.zeros((BM, BR), tl.float32)
     for k in tl.range(0, K, BK, num_stages=STAGES):
-        at = (k + lane).to(tl.int64)[None, :]
+        at = (k + lane).to(tl.int64)
+        inside = k + lane < K
         if EVEN_K:
-            x = tl.load(x_row + at * stride_xk)
-            a = tl.load(a_row + at * stride_ak)
+            x = tl.load(x_row + at[None, :] * stride_xk)
         else:
-            inside = (k + lane < K)[None, :]
-            x = tl.load(x_row + at * stride_xk, mask=inside, other=0.0)
-            a = tl.load(a_row + at * stride_ak, mask=inside, other=0.0)
-        acc = _dot(x, tl.trans(a), acc, INTERPRETED)
+            x = tl.load(x_row + at[None, :] * stride_xk, mask=inside[None, :], other=0.0)
+        if TURNED:
+            if EVEN_K:
+                a = tl.load(a_row[None, :] + at[:, None] * stride_ak)
+            else:
+                a = tl.load(a_row[None, :] + at[:, None] * stride_ak, mask=inside[:, None], other=0.0)
+            acc = _dot(x, a, acc, INTERPRETED)
+        else:
+            if EVEN_K:
+                a = tl.load(a_row[:, None] + at[None, :] * stride_ak)
+            else:
+                a = tl.load(a_row[:, None] + at[None, :] * stride_ak, mask=inside[None, :], other=0.0)
+            acc = _dot(x, tl.trans(a), acc, INTERPRETED)
     out = t_ptr + m.to(tl.int64)[:, None] * R + r[None, :]
     tl.store(out, acc * scale, mask=(m < end)[:, None] & (r < R)[None, :])
 
@@ -322,6 +332,7 @@ def _shrink(x: torch.Tensor, a: torch.Tensor, offsets: torch.Tensor, scale: floa
         *x.stride(),
         *_per_expert(a),
         R=rank,
+        TURNED=a.stride(2) != 1 and a.stride(1) == 1,
         GROUPS_P2=triton.next_power_of_2(groups + 1),
         EVEN_K=k % bk == 0,
         BM=bm,
@@ -402,7 +413,7 @@ def _factor_grad(
 ) -> torch.Tensor:
     """``p.T @ q`` over the rows of each expert, (E, P, Q), or over all rows of any expert, (1, P, Q)."""
     rows, groups = p.shape[0], offsets.shape[0] - 1
-    rows_of_run = max(RUN_ROWS, triton.cdiv(triton.cdiv(rows, MOST_RUNS), 64) * 64)
+    rows_of_run = max(RUN_ROWS, triton.cdiv(rows, MOST_RUNS))
     planes = max(1, triton.cdiv(rows, rows_of_run)) if shared else groups
     size_p, size_q = p.shape[1], q.shape[1]
     interpreted = p.device.type != "cuda"
