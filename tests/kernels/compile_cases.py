@@ -136,7 +136,9 @@ def router():
 
 def moe_lora():
     """Every launch form of the fused layer at Beam's share of TP 8, and shapes that no table knows."""
+    from beam_moe.kernels import mxfp8 as q
     from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe
+    from beam_moe.kernels.mxfp8.decode_block import prepare
 
     def bank(slots, experts, rank, hidden, inter, shared=False, one_a=False, dtype=torch.bfloat16):
         outer = 1 if shared else experts
@@ -149,11 +151,21 @@ def moe_lora():
             enabled=torch.ones(slots, dtype=torch.int32, device=CUDA),
         )
 
-    def layer(tokens, experts, top_k, hidden, inter, lora=None, emap=False, dtype=torch.bfloat16):
+    def mxfp8_weight(experts, rows, cols):
+        return prepare(
+            q.MXFP8Tensor(
+                empty(experts, rows, cols, dtype=torch.uint8).view(torch.float8_e4m3fn),
+                empty(experts, rows, cols // 32, dtype=torch.uint8),
+                -1,
+            )
+        )
+
+    def layer(tokens, experts, top_k, hidden, inter, lora=None, emap=False, base=None, dtype=torch.bfloat16):
+        w13, w2 = base or (empty(experts, 2 * inter, hidden, dtype=dtype), empty(experts, hidden, inter, dtype=dtype))
         fused_moe(
             empty(tokens, hidden, dtype=dtype),
-            empty(experts, 2 * inter, hidden, dtype=dtype),
-            empty(experts, hidden, inter, dtype=dtype),
+            w13,
+            w2,
             empty(tokens, top_k, dtype=torch.float32),
             empty(tokens, top_k, dtype=torch.int32),
             lora=lora,
@@ -162,9 +174,12 @@ def moe_lora():
         )
 
     beam = (256, 8, 5120, 320)
-    for tokens in (1, 4, 16, 64, 256, 4096):
+    base = mxfp8_weight(256, 640, 5120), mxfp8_weight(256, 5120, 320)
+    for tokens in (1, 16, 64, 256, 4096):
         layer(tokens, *beam)
         layer(tokens, *beam, lora=bank(4, 256, 32, 5120, 320))
+    for tokens in (1, 32, 4096):
+        layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320), base=base)
     for tokens in (16, 256):
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, shared=True))
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, one_a=True), emap=True)
@@ -249,14 +264,7 @@ def elementwise():
     silu_mul(empty(3, 34, dtype=torch.float32))
 
 
-GROUPS = {
-    "router": router,
-    "moe_lora": moe_lora,
-    "mxfp8": mxfp8,
-    "mxfp8_native": mxfp8_native,
-    "grouped_lora": grouped_lora,
-    "elementwise": elementwise,
-}
+GROUPS = {f.__name__: f for f in (router, moe_lora, grouped_lora, mxfp8, mxfp8_native, elementwise)}
 
 
 def kernels() -> list[str]:
