@@ -84,11 +84,11 @@ class MoEConfig:
             up_stages=3,
             splits=1 if big else splits,
             act_block_i=min(max(16, min(64, 2048 // block_m)), max(16, triton.next_power_of_2(inter))),
-            down_block_n=min(128, max(16, triton.next_power_of_2(hidden))),
+            down_block_n=min(128 if big else 64, max(16, triton.next_power_of_2(hidden))),
             down_block_k=min(64, max(16, triton.next_power_of_2(inter))),
             down_warps=8 if block_m == 128 else 4,
             down_stages=2 if inter <= 512 and not big else 3,
-            down_tiles=1 if big else 2,
+            down_tiles=1 if big else 8 if inter <= 512 else 2,
             down_whole=inter <= 512 and not big,
             combine_block_h=min(1024 if big else 256, triton.next_power_of_2(hidden)),
         )
