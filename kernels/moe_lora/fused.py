@@ -73,6 +73,8 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out) 
     _require(isinstance(x, torch.Tensor), "x", "a tensor", type(x).__name__)
     device = x.device
     _tensor("x", x, 2, DTYPES, device)
+    if x.requires_grad and torch.is_grad_enabled():
+        _require(False, "x", "without a gradient (there is no backward pass: grouped_linear_lora trains)", "one")
     mx = isinstance(w13, MXFP8Tensor)
     _require(isinstance(w2, MXFP8Tensor) == mx, "w2", "MXFP8 where w13 is, dense where it is", type(w2).__name__)
     for name, w in (("w13", w13), ("w2", w2)):
@@ -289,8 +291,9 @@ def fused_moe(
         routed_scaling: factor on the sum over experts.
         out: (T, H) as x, written in full (zeros where no id is valid); made if absent.
         workspace: see `moe_workspace`; with ``out`` and it nothing is allocated. Without, the intermediates are
-            `torch.empty` of this call.
-        config: launch parameters; by default `MoEConfig.pick`, which looks at the shape alone.
+            `torch.empty` of this call, as they always are under ``torch.compile`` (`torch_ops.py`).
+        config: launch parameters; by default `MoEConfig.pick`, which looks at the shape alone, as it does always under
+            ``torch.compile``.
 
     Returns:
         ``out``: sums over k ascending in fp32, scaled, rounded once. Under tensor parallelism this rank's partial sum.

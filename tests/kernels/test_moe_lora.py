@@ -1,5 +1,5 @@
-"""The fused layer against its reference: every branch of planning, masking and adapters, and the bugs that users of such
-layers have met. On the CPU in Triton's interpreter; the same file runs on a GPU, where it adds graphs and large strides.
+"""The fused layer against its reference: every branch of planning, masking and adapters, and the bugs that users of
+such layers have met. On the CPU in Triton's interpreter; a GPU adds graphs, large strides and the memory checker.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from beam_moe.kernels.moe_lora import (
     fused_moe,
     fused_moe_reference,
     moe_workspace,
+    torch_ops,
 )
 from beam_moe.kernels.moe_lora import workspace as workspace_module
 from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
@@ -412,7 +413,7 @@ def test_the_same_call_gives_the_same_bits(device):
 @pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, rows="search")], ids=["plan", "search"])
 @pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(device, config, shared):
-    """Another batch of as many tokens: other contents (NaN among them), experts, weights and adapters beside the row."""
+    """Another batch of as many tokens: other contents (NaN too), experts, weights and adapters beside the row."""
     args = layer(device, 5, rank=8, shared=shared)
     got = check(args, config)
     row = 3
@@ -456,9 +457,9 @@ def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
 
 def test_a_workspace_serves_smaller_batches_and_bare_rows_after_larger_ones(device):
     """What a larger batch with adapters left in the buffers (routed rows, ids, sums) reaches no later row."""
-    workspace = moe_workspace(20, 2, shard(), 8, device)
+    workspace = moe_workspace(9, 2, shard(), 8, device)
     workspace.buffer.fill_(255)  # NaN in every floating type
-    large = {**layer(device, 20, rank=8), "workspace": workspace}
+    large = {**layer(device, 9, rank=8), "workspace": workspace}
     fused_moe(**large)
     small = {k: v[:3] if k in ("x", "topk_weights", "topk_ids", "lora_ids") else v for k, v in large.items()}
     small["lora_ids"] = ints(-1, 0, -1, device=device)
@@ -547,7 +548,9 @@ REFUSED = {
     "weights-dtype": (
         "topk_weights", lambda a: a["topk_weights"].half(), "topk_weights must be torch.float32, got torch.float16"
     ),
-    "weights-shape": ("topk_weights", lambda a: a["topk_weights"][:, :1], r"topk_weights must be \(3, 2\), got \(3, 1\)"),
+    "weights-shape": (
+        "topk_weights", lambda a: a["topk_weights"][:, :1], r"topk_weights must be \(3, 2\), got \(3, 1\)"
+    ),
     "weights-rows-apart": (
         "topk_weights", lambda a: torch.cat([a["topk_weights"]] * 2, 1)[:, :2], "topk_weights must be contiguous"
     ),
@@ -616,6 +619,57 @@ def test_values_on_the_device_are_checked_where_asked_for(device, monkeypatch):
     args["lora"].ranks[1] = 9
     with pytest.raises(ValueError, match=r"lora.ranks must be within 0..8, got 8..9"):
         fused_moe(**args)
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_lora", [False, True], ids=["bare", "lora"])
+def test_torch_compile_takes_the_layer_whole(device, with_lora):
+    """One graph, the bits of an eager call, and what a slot holds at the time of the call."""
+    args = layer(device, 2, rank=8)
+    args["expert_map"] = ints(1, -1, 0, device=device)
+    args = args if with_lora else bare(args)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x, out):
+        a = fused_moe(**{**args, "x": x * 1, "routed_scaling": 2.5})
+        return a, fused_moe(**{**args, "x": x * 1, "out": out})
+
+    for _ in range(2):
+        out = torch.full_like(args["x"], float("nan"))
+        scaled, written = compiled(args["x"], out)
+        assert torch.equal(scaled, fused_moe(**args, routed_scaling=2.5))
+        plain = fused_moe(**args)
+        assert torch.equal(out, plain) and torch.equal(written, plain)
+        if not with_lora:
+            break
+        args["lora"].write_slot_(1, ExpertLoRA(*factors(1, 4, 3, 48, 24, device=device)))
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_the_operators_meet_torchs_contract(device, out):
+    """Schema, mutation, fake tensors, and ahead-of-time dispatch."""
+    args = layer(device, 2, top_k=1, rank=4)
+    operands = (args["x"], [args["w13"]], [args["w2"]], args["topk_weights"], args["topk_ids"])
+    operands += (torch_ops._factors(args["lora"]), args["lora_ids"], None, 1.0)
+    if out:
+        torch.library.opcheck(torch_ops.fused_moe_out_op, (*operands, torch.zeros_like(args["x"])))
+    else:
+        torch.library.opcheck(torch_ops.fused_moe_op, operands)
+
+
+def test_a_gradient_is_refused(device):
+    """The layer has no backward pass: one through it is an error, not a zero."""
+    args = layer(device, 2, top_k=1)
+    args["x"].requires_grad_()
+    with pytest.raises(ValueError, match="^fused_moe: x must be without a gradient"):
+        fused_moe(**args)
+    compiled = torch.compile(lambda: fused_moe(**args), backend="eager", fullgraph=True)
+    with pytest.raises((ValueError, RuntimeError)):
+        compiled().sum().backward()
+    with torch.no_grad():
+        assert torch.equal(fused_moe(**args), compiled())
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
