@@ -1,0 +1,619 @@
+"""The RL loop closed on one machine: vLLM with our plugin rolls out, Megatron trains, weights go back, repeat.
+
+    python bench/rl_loop.py train --mode bf16 --engine-python PYTHON      # or lora, mxfp8
+    python bench/rl_loop.py plot [RESULTS.json]
+
+A small Beam (12 layers, 32 experts, fp32 router, random to begin with) learns a task with a verifiable reward and no
+tokenizer: the prompt names one of four classes of tokens, the reward is the share of generated tokens of that class.
+Updates are GRPO's: advantages normalised within the group of one prompt, importance ratios against the engine's own
+log-probabilities, clipped.
+
+Trainer and engine need different transformers, so the engine is a process of its own, started by rank 0 with
+``--engine-python`` (default: this Python) and ``--engine-path`` as its PYTHONPATH. They share one GPU, or use the
+engine's ``--engine-devices``. Start with ``torchrun`` for pipeline (``--pp``) or expert (``--ep``) parallel training.
+
+Each step logs the reward, seconds by phase, and how far the trainer's log-probabilities of the generated tokens lie
+from the engine's: with router replay, router and LM head in fp32 (the default on both sides), and, every
+``--compare-every`` steps, with one of them undone in the trainer. ``rounding`` in the last row says what bf16 explains:
+the same weights and tokens in fp32 arithmetic, against the bf16 trainer and against the engine.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CLASSES, FIRST, PROMPT = 4, 8, 8  # token t >= FIRST is of class t % CLASSES; ids below name things
+MODEL = {
+    "architectures": ["BeamForCausalLM"], "model_type": "beam", "vocab_size": 512, "hidden_size": 1024,
+    "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "sliding_window": 64,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2, "tie_word_embeddings": False,
+    "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 10, "moe_intermediate_size": 256, "num_experts": 32,
+    "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "final_logit_softcapping": 30.0, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": None},
+}  # fmt: skip
+EXPERTS = ["*.experts.*_proj.weight"]  # what is MXFP8 in that mode, on the wire and in the engine
+MODES = ("lora", "bf16", "mxfp8")
+VARIANTS = ("r3_off", "router_bf16", "head_bf16")
+
+
+# --- the checkpoint that both sides begin with
+
+
+def random_weights(config: dict, seed: int = 0):
+    """Names and tensors of a random Beam: bf16, router and bias fp32."""
+    import torch
+
+    g = torch.Generator().manual_seed(seed)
+
+    def new(*shape, std, dtype=torch.bfloat16):
+        return (torch.randn(shape, generator=g) * std).to(dtype)
+
+    h, d, v = config["hidden_size"], config["head_dim"], config["vocab_size"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    ones = lambda n: torch.ones(n, dtype=torch.bfloat16)  # noqa: E731
+    yield "model.embed_tokens.weight", new(v, h, std=1.0)
+    for i in range(config["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        for norm in ("input", "pre_feedforward", "post_attention", "post_feedforward"):
+            yield f"{p}{norm}_layernorm.weight", ones(h)
+        for name, rows in (("q", heads * d), ("k", kv * d), ("v", kv * d), ("gate", heads * d)):
+            yield f"{p}self_attn.{name}_proj.weight", new(rows, h, std=h**-0.5)
+        yield f"{p}self_attn.o_proj.weight", new(h, heads * d, std=h**-0.5)
+        yield f"{p}self_attn.q_norm.weight", ones(d)
+        yield f"{p}self_attn.k_norm.weight", ones(d)
+        yield f"{p}self_attn.gate_bias", torch.zeros(heads, dtype=torch.bfloat16)
+        sparse = config["mlp_layer_types"][i] == "sparse"
+        width = config["moe_intermediate_size"] if sparse else config["intermediate_size"]
+        blocks = [f"{p}mlp.experts.{e}." for e in range(config["num_experts"])] if sparse else [f"{p}mlp."]
+        for block in blocks:
+            yield f"{block}gate_proj.weight", new(width, h, std=h**-0.5)
+            yield f"{block}up_proj.weight", new(width, h, std=h**-0.5)
+            yield f"{block}down_proj.weight", new(h, width, std=width**-0.5)
+        if sparse:
+            yield f"{p}mlp.gate.weight", new(config["num_experts"], h, std=h**-0.5, dtype=torch.float32)
+            bias = new(config["num_experts"], std=0.01, dtype=torch.float32)
+            yield f"{p}mlp.gate.e_score_correction_bias", bias
+    yield "model.norm.weight", ones(h)
+    yield "lm_head.weight", new(v, h, std=0.5 * h**-0.5)
+
+
+def write_checkpoints(folder: Path, mode: str) -> tuple[Path, Path]:
+    """The trainer's checkpoint and the engine's, which in MXFP8 mode has its experts quantised."""
+    from safetensors.torch import save_file
+
+    trainer = folder / "trainer"
+    trainer.mkdir(parents=True, exist_ok=True)
+    tensors = dict(random_weights(MODEL))
+    save_file(tensors, trainer / "model.safetensors", metadata={"format": "pt"})
+    (trainer / "config.json").write_text(json.dumps(MODEL))
+    if mode != "mxfp8":
+        return trainer, trainer
+    import fnmatch
+
+    import torch
+
+    from beam_moe.kernels.mxfp8 import quantize
+    from beam_moe.mxfp8_io import save_checkpoint
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    packed = (
+        (n, quantize(t.to(device)) if any(fnmatch.fnmatchcase(n, p) for p in EXPERTS) else t)
+        for n, t in tensors.items()
+    )
+    return trainer, save_checkpoint(packed, folder / "engine", config=MODEL, activations=False)
+
+
+# --- the engine's process
+
+
+def engine(args: argparse.Namespace) -> None:
+    """Serve ``generate``, ``weights``, ``adapter`` and ``routers`` over a socket until ``stop``."""
+    os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
+    os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
+    if args.tp == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    sys.path.insert(0, str(ROOT / "bench"))
+    import vllm_decode
+
+    vllm_decode.importable(Path(args.folder))
+    import numpy as np
+    from safetensors.torch import load_file
+    from vllm import LLM, SamplingParams
+
+    from beam_moe.integrations.vllm.weight_sync import EXTENSION, AdapterSync, sync_weights
+
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank} if args.rank else {}
+    llm = LLM(
+        model=args.model, skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=256, max_num_seqs=256,
+        max_num_batched_tokens=4096, gpu_memory_utilization=args.memory, enable_prefix_caching=True,
+        enable_return_routed_experts=True, hf_overrides={"head_dtype": "float32"}, worker_extension_cls=EXTENSION,
+        tensor_parallel_size=args.tp, compilation_config={"cudagraph_capture_sizes": [1, 8, 32, 128, 256]}, **lora,
+    )  # fmt: skip
+    adapter, request = AdapterSync("policy", 1), None
+    with Client(args.socket, "AF_UNIX") as wire:
+        wire.send("ready")
+        while True:
+            what, *given = wire.recv()
+            answer = None
+            try:
+                if what == "stop":
+                    return
+                if what == "generate":
+                    prompts, new = given
+                    params = SamplingParams(
+                        temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=0
+                    )
+                    outs = llm.generate(
+                        [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=request
+                    )
+                    done = [o.outputs[0] for o in outs]
+                    answer = (
+                        [list(o.token_ids) for o in done],
+                        [[d[t].logprob for d, t in zip(o.logprobs, o.token_ids)] for o in done],
+                        np.stack([np.asarray(o.routed_experts) for o in done]).astype(np.uint8),
+                    )
+                elif what == "weights":
+                    path, routers = given
+                    sync_weights(llm, load_file(path), routers)
+                elif what == "adapter":
+                    path, config = given
+                    request = adapter.update(llm, load_file(path), config)
+                elif what == "routers":
+                    found = llm.collective_rpc("beam_moe_check_routers", args=given)
+                    answer = sorted({n for names in found for n in names})
+                wire.send((True, answer))
+            except Exception as e:  # the trainer decides what an engine's error means
+                wire.send((False, f"{type(e).__name__}: {e}"))
+
+
+class Engine:
+    """Rank 0's end of the engine's process."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, model: Path):
+        self.scratch = Path(tempfile.mkdtemp(prefix="rl_loop", dir="/dev/shm"))
+        socket = str(self.scratch / "socket")
+        listener = Listener(socket, "AF_UNIX")
+        env = dict(os.environ)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
+            env.pop(name, None)
+        if args.engine_path:
+            env["PYTHONPATH"] = args.engine_path
+        if args.engine_preload:
+            env["LD_PRELOAD"] = args.engine_preload
+        if args.engine_devices:
+            env["CUDA_VISIBLE_DEVICES"] = args.engine_devices
+        command = [
+            args.engine_python, __file__, "engine", "--socket", socket, "--model", str(model), "--folder", str(folder),
+            "--rank", str(args.rank if args.mode == "lora" else 0), "--tp", str(args.engine_tp), "--memory",
+            str(args.engine_memory),
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, env=env)
+        self.wire = listener.accept()
+        assert self.wire.recv() == "ready"
+
+    def ask(self, what: str, *given):
+        self.wire.send((what, *given))
+        ok, answer = self.wire.recv()
+        if not ok:
+            raise RuntimeError(f"engine: {what}: {answer}")
+        return answer
+
+    def send(self, what: str, tensors, *given) -> None:
+        """Named tensors through a file in memory."""
+        from safetensors.torch import save_file
+
+        path = self.scratch / "tensors.safetensors"
+        save_file({n: t.detach().cpu().clone().contiguous() for n, t in tensors}, path)
+        self.ask(what, str(path), *given)
+        path.unlink()
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            self.wire.send(("stop",))
+        self.process.wait(60)
+        for left in self.scratch.iterdir():
+            left.unlink()
+        self.scratch.rmdir()
+
+
+# --- the trainer
+
+
+def new_prompts(count: int) -> tuple[list[list[int]], list[int]]:
+    """``count`` prompts, each BOS and the name of its class, and the classes."""
+    classes = [i % CLASSES for i in range(count)]
+    return [[1] + [2 + 1 + c] * (PROMPT - 1) for c in classes], classes
+
+
+class Trainer:
+    """A Megatron Beam, its optimizer, and the passes that a step needs."""
+
+    def __init__(self, args: argparse.Namespace, checkpoint: Path):
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.args, self.checkpoint = args, checkpoint
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.bridge, self.chunks = self.build(torch.bfloat16, ddp)
+        config = OptimizerConfig(
+            optimizer="adam", lr=args.lr, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+            clip_grad=1.0, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95,
+        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(config, self.chunks)
+        self.last = parallel_state.is_pipeline_last_stage()
+        self.device = next(self.chunks[0].parameters()).device
+
+    def build(self, dtype, ddp):
+        """Bridge and chunks of the checkpoint in ``dtype``, in this run's mode."""
+        from megatron.bridge import AutoBridge
+        from megatron.bridge.peft.lora import LoRA
+
+        from beam_moe.integrations.megatron import mxfp8_recipe, register
+
+        register()
+        args = self.args
+        bridge = AutoBridge.from_hf_pretrained(str(self.checkpoint), dtype=dtype)
+        provider = bridge.to_megatron_provider(load_weights=True)
+        fields = {
+            "params_dtype": dtype, "pipeline_dtype": dtype, "bf16": ddp is not None, "fp16": False,
+            "pipeline_model_parallel_size": args.pp, "expert_model_parallel_size": args.ep,
+            "expert_tensor_parallel_size": 1, "moe_enable_routing_replay": True, "cross_entropy_loss_fusion": False,
+            "persist_layer_norm": False, "seq_length": PROMPT + args.new,
+        }  # fmt: skip
+        if args.mode == "mxfp8":
+            fields["quant_recipe"] = mxfp8_recipe(["*.experts.*"])
+        for name, value in fields.items():
+            setattr(provider, name, value)
+        if args.mode == "lora":
+            lora = LoRA(
+                dim=args.rank, alpha=2 * args.rank, share_expert_adapters=False, lora_A_init_method="kaiming",
+                experts_shared_outer_loras=args.shared_outer,
+            )  # fmt: skip
+
+            def hook(chunks):
+                chunks = lora(chunks, training=True)
+                lora.set_params_to_save(chunks)
+                return chunks
+
+            provider.register_pre_wrap_hook(hook)
+        provider.finalize()
+        return bridge, provider.provide_distributed_model(
+            wrap_with_ddp=ddp is not None, ddp_config=ddp, bf16=ddp is not None
+        )
+
+    def schedule(self, chunks, batch, routes, loss=None):
+        """Micro-batches through the pipeline; on the last stage, log p of the generated tokens ``(B, new)``."""
+        import torch
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        from beam_moe.integrations.megatron.replay import forward, replaying
+
+        micro = min(self.args.micro_batch, len(batch["tokens"]))
+        parts = range(0, len(batch["tokens"]), micro)
+        found, starts = [], iter(parts)
+
+        def step(_, model):
+            start = next(starts)
+            rows = slice(start, start + micro)
+            ids = batch["tokens"][rows, :-1]
+            position = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
+            logits = forward(model, routes[rows] if routes is not None else None, ids, position, None)
+
+            def score(y):
+                y = y[:, PROMPT - 1 :].float().log_softmax(-1)
+                logp = y.gather(-1, batch["tokens"][rows, PROMPT:, None])[..., 0]
+                found.append(logp.detach())
+                value = logp.sum() * 0 if loss is None else loss(logp, rows)
+                return value, {"loss": value.detach()}
+
+            return logits, score
+
+        with contextlib.nullcontext() if loss else torch.no_grad(), replaying(chunks):
+            get_forward_backward_func()(
+                forward_step_func=step, data_iterator=None, model=chunks, num_microbatches=len(parts),
+                seq_length=batch["tokens"].shape[1] - 1, micro_batch_size=micro, forward_only=loss is None,
+            )  # fmt: skip
+        return torch.cat(found) if found else None
+
+    def update(self, batch) -> float:
+        """One optimizer step on a rollout; the gradient norm."""
+        import torch
+
+        def loss(logp, rows):
+            ratio = (logp - batch["logprobs"][rows]).exp()
+            advantage = batch["advantages"][rows, None]
+            clipped = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            return -clipped.mean()
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.schedule(self.chunks, batch, batch["routes"], loss)
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads(self.chunks)
+        done, norm, _ = self.optimizer.step()
+        if not done:
+            raise RuntimeError("the optimizer skipped a step")
+        return float(norm)
+
+    @contextlib.contextmanager
+    def undone(self, what: str):
+        """The trainer with one of its exact parts rounded, for the block."""
+        import torch
+        from megatron.core.utils import unwrap_model
+
+        from beam_moe.integrations.megatron.layers import BeamTopKRouter
+
+        models = [unwrap_model(c) for c in self.chunks]
+        routers = [m for model in models for m in model.modules() if isinstance(m, BeamTopKRouter)]
+        kept = [(r.weight.detach().clone(), r.expert_bias.clone()) for r in routers]
+        if what == "router_bf16":
+            for r in routers:
+                r.weight.data.copy_(r.weight.data.bfloat16())
+                r.expert_bias.copy_(r.expert_bias.bfloat16())
+        for model in models:
+            model.config.lm_head_fp32 = what != "head_bf16"
+        yield
+        for model in models:
+            model.config.lm_head_fp32 = True
+        with torch.no_grad():
+            for r, (weight, bias) in zip(routers, kept):
+                r.weight.data.copy_(weight)
+                r.expert_bias.copy_(bias)
+
+    def in_fp32(self, batch):
+        """The same weights and routes in fp32 arithmetic: what a bf16 pass rounds."""
+        import torch
+
+        _, chunks = self.build(torch.float32, None)
+        ours = [dict(c.named_parameters()) | dict(c.named_buffers()) for c in map(_plain, self.chunks)]
+        with torch.no_grad():
+            for chunk, source in zip(map(_plain, chunks), ours):
+                for name, t in (*chunk.named_parameters(), *chunk.named_buffers()):
+                    if name in source:
+                        t.copy_(source[name])
+        return self.schedule(chunks, batch, batch["routes"])
+
+
+def _plain(chunk):
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(chunk)
+
+
+def difference(ours, theirs) -> dict[str, float]:
+    """Mean and largest |log p - log q| over tokens, and the k3 estimate of KL(q || p) from samples of q."""
+    d = ours.double() - theirs.double()
+    return {
+        "logprob_diff_mean": float(d.abs().mean()),
+        "logprob_diff_max": float(d.abs().max()),
+        "kl": float((d.exp() - 1 - d).mean()),
+    }
+
+
+def train(args: argparse.Namespace) -> None:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(name, value)
+    sys.path.insert(0, str(ROOT / "bench"))
+    import harness
+    import torch
+    import torch.distributed as dist
+    from rich.progress import Progress
+
+    args.lr = args.lr or {"lora": 3e-3, "bf16": 3e-4, "mxfp8": 3e-4}[args.mode]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    port = os.environ.setdefault("MASTER_PORT", "29577")
+    address = f"tcp://{os.environ.setdefault('MASTER_ADDR', '127.0.0.1')}:{port}"
+    dist.init_process_group("nccl" if cuda else "gloo", address, rank=rank, world_size=world)
+    from beam_moe.integrations.megatron import register
+
+    register()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from beam_moe.integrations.megatron import AdapterSource, WeightSource
+    from beam_moe.weight_sync import declare_routers
+
+    parallel_state.initialize_model_parallel(
+        1, args.pp, expert_model_parallel_size=args.ep, expert_tensor_parallel_size=1
+    )
+    model_parallel_cuda_manual_seed(0)
+    folder = Path(args.folder)
+    paths = [write_checkpoints(folder, args.mode)] if rank == 0 else [None]
+    dist.broadcast_object_list(paths)
+    trainer_path, engine_path = paths[0]
+    host = Engine(args, folder, engine_path) if rank == 0 else None
+    trainer = Trainer(args, trainer_path)
+
+    def whole(found):
+        """A last stage's result on every rank."""
+        size = (args.prompts * args.group, args.new)
+        out = found if found is not None else torch.empty(size, device=trainer.device)
+        dist.broadcast(out, world - 1)  # the last rank is of the last stage
+        return out
+
+    frozen = {}
+
+    def sync() -> bool:
+        """Send what was trained; whether the engine's routers have the trainer's bits."""
+        weights = WeightSource(
+            trainer.bridge, trainer.chunks, merge_adapters=False, mxfp8=EXPERTS if args.mode == "mxfp8" else ()
+        )
+        if args.mode == "lora":
+            if not frozen:  # the router is not trained, and not sent: what the trainer holds, once
+                frozen.update(declare_routers(weights))
+            source, declared = AdapterSource(trainer.bridge, trainer.chunks), frozen
+            sent = ("adapter", list(source), source.peft_config)
+        else:
+            tensors = list(weights)
+            declared = declare_routers(tensors)
+            sent = ("weights", tensors, declared)
+        if host:
+            host.send(*sent)
+        return host is None or set(host.ask("routers", declared)) == set(declared)
+
+    rows, seconds, started, mark = [], {}, time.time(), [0.0]
+
+    def lap(name: str) -> None:
+        if cuda:
+            torch.cuda.synchronize()
+        now = time.time()
+        seconds[name], mark[0] = round(now - mark[0], 3), now
+        bar.update(task, description=f"{args.mode} {name}")
+
+    try:
+        exact = sync()
+        with Progress(disable=rank != 0) as bar:
+            task = bar.add_task(f"{args.mode}", total=args.steps)
+            for number in range(args.steps):
+                seconds.clear()
+                mark[0] = time.time()
+                prompts, classes = new_prompts(args.prompts)
+                given = [p for p in prompts for _ in range(args.group)]
+                box = [host.ask("generate", given, args.new)] if host else [None]
+                dist.broadcast_object_list(box)
+                new, logprobs, routes = box[0]
+                lap("rollout")
+                tokens = torch.tensor([p + n for p, n in zip(given, new)], device=trainer.device)
+                wanted = torch.tensor(classes, device=trainer.device).repeat_interleave(args.group)
+                answer = tokens[:, PROMPT:]
+                hit = (answer % CLASSES == wanted[:, None]) & (answer >= FIRST)
+                reward = hit.float().mean(1)
+                groups = reward.view(-1, args.group)
+                advantage = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+                batch = {
+                    "tokens": tokens, "logprobs": torch.tensor(logprobs, device=trainer.device),
+                    "advantages": advantage.flatten(), "routes": torch.from_numpy(routes).to(trainer.device),
+                }  # fmt: skip
+                if routes.shape[1] != tokens.shape[1] - 1:
+                    raise RuntimeError(f"routes {routes.shape} for {tuple(tokens.shape)} tokens")
+                ours = whole(trainer.schedule(trainer.chunks, batch, batch["routes"]))
+                row = {
+                    "case": f"{args.mode}/{args.tag}{number}", "mode": args.mode, "step": number,
+                    "reward": float(reward.mean()), **difference(ours, batch["logprobs"]), "router_exact": exact,
+                    "pp": args.pp, "ep": args.ep, "engine_tp": args.engine_tp,
+                }  # fmt: skip
+                if number % args.compare_every == 0:
+                    row["variants"] = {}
+                    for what in VARIANTS:
+                        with trainer.undone(what):
+                            replay = None if what in ("r3_off", "router_bf16") else batch["routes"]
+                            other = whole(trainer.schedule(trainer.chunks, batch, replay))
+                        row["variants"][what] = difference(other, batch["logprobs"])
+                if number == args.steps - 1:
+                    exactly = whole(trainer.in_fp32(batch))
+                    row["rounding"] = {
+                        "trainer": difference(ours, exactly),
+                        "engine": difference(batch["logprobs"], exactly),
+                    }
+                lap("score")
+                row["grad_norm"] = trainer.update(batch)
+                lap("update")
+                exact = sync()
+                lap("sync")
+                row["seconds"] = dict(seconds)
+                rows.append(row)
+                bar.advance(task)
+                if rank == 0 and (number % 5 == 0 or number == args.steps - 1):
+                    shown = {k: row[k] for k in ("step", "reward", "logprob_diff_mean", "kl", "router_exact")}
+                    bar.console.print(json.dumps({**shown, **seconds}))
+    finally:
+        if host:
+            host.stop()
+        if rank == 0 and rows:
+            print(f"{len(rows)} steps in {time.time() - started:.0f} s -> {harness.write_rows('rl_loop', rows)}")
+    dist.destroy_process_group()
+
+
+# --- the plot
+
+
+def plot(path: Path) -> None:
+    """Reward over steps by mode, and what each undone part does to the log-probability difference."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in json.loads(path.read_text()) if r["case"] == f"{r['mode']}/{r['step']}"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    for mode in MODES:
+        mine = sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["step"])
+        if not mine:
+            continue
+        (line,) = left.plot([r["step"] for r in mine], [r["reward"] for r in mine], label=mode)
+        right.plot(
+            [r["step"] for r in mine], [r["logprob_diff_mean"] for r in mine], color=line.get_color(), label=mode
+        )
+        for what, style in zip(VARIANTS, (":", "--", "-.")):
+            with_it = [r for r in mine if "variants" in r]
+            values = [r["variants"][what]["logprob_diff_mean"] for r in with_it]
+            right.plot([r["step"] for r in with_it], values, style, color=line.get_color(), label=f"{mode}, {what}")
+    left.set(xlabel="step", ylabel="reward", ylim=(0, 1), title="share of tokens of the named class")
+    right.set(xlabel="step", ylabel="mean |log p difference|", yscale="log", title="trainer against engine")
+    left.legend()
+    right.legend(fontsize=7)
+    figure.tight_layout()
+    out = path.with_suffix(".png")
+    figure.savefig(out, dpi=150)
+    print(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    t = commands.add_parser("train")
+    t.add_argument("--mode", choices=MODES, required=True)
+    t.add_argument("--steps", type=int, default=50)
+    t.add_argument("--prompts", type=int, default=32, help="prompts in a step")
+    t.add_argument("--group", type=int, default=16, help="answers to each prompt")
+    t.add_argument("--new", type=int, default=12, help="tokens of an answer")
+    t.add_argument("--micro-batch", type=int, default=128)
+    t.add_argument("--lr", type=float, default=None)
+    t.add_argument("--rank", type=int, default=16, help="of LoRA")
+    t.add_argument("--shared-outer", action="store_true", help="share the adapters' outer factors over experts")
+    t.add_argument("--compare-every", type=int, default=5)
+    t.add_argument("--pp", type=int, default=1)
+    t.add_argument("--ep", type=int, default=1)
+    t.add_argument("--folder", default=tempfile.gettempdir() + "/rl_loop")
+    t.add_argument("--tag", default="", help="put before the step in a row's case, for runs of other layouts")
+    t.add_argument("--engine-python", default=sys.executable)
+    t.add_argument("--engine-path", default=None, help="PYTHONPATH of the engine's process")
+    t.add_argument("--engine-preload", default=None, help="LD_PRELOAD of the engine's process")
+    t.add_argument("--engine-devices", default=None, help="CUDA_VISIBLE_DEVICES of the engine's process")
+    t.add_argument("--engine-tp", type=int, default=1)
+    t.add_argument("--engine-memory", type=float, default=0.3)
+    t.set_defaults(run=train)
+    e = commands.add_parser("engine")
+    for name in ("socket", "model", "folder"):
+        e.add_argument(f"--{name}", required=True)
+    e.add_argument("--rank", type=int, default=0)
+    e.add_argument("--tp", type=int, default=1)
+    e.add_argument("--memory", type=float, default=0.3)
+    e.set_defaults(run=engine)
+    p = commands.add_parser("plot")
+    p.add_argument("path", nargs="?", type=Path, default=ROOT / "bench/results/nvidia_h200/rl_loop.json")
+    p.set_defaults(run=lambda a: plot(a.path))
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
