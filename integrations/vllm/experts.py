@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,13 +24,12 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from beam_moe import env
 from beam_moe.integrations.vllm import metrics
-from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused, fused_moe
+from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe
+from beam_moe.kernels.mxfp8 import MXFP8Tensor, prepare
 from beam_moe.kernels.silu_mul import silu_mul
 
 PINNED_TOKENS = 32
 """Under ``VLLM_BATCH_INVARIANT`` every batch sums in the order of this size."""
-SERVES_MXFP8 = hasattr(fused, "MXFP8Tensor")
-"""Whether this build's `fused_moe` reads MXFP8 weights."""
 LARGEST_CALL = 16384
 """Most tokens `fused_moe` takes in one call."""
 
@@ -65,6 +63,8 @@ class _FusedExperts:
     """Factor of the routed sum that vLLM's runner no longer applies."""
     single_rounding: ClassVar[bool] = False
     """Whether vLLM's own path must round SwiGLU once too, as the model's reference does."""
+    base: ClassVar[str] = "dense"
+    """The kind of weights, as `MoEConfig.pick` takes it."""
     max_tokens: int = 0
     """Most tokens per call that our kernel serves; larger calls go to vLLM's experts."""
 
@@ -161,13 +161,14 @@ class _FusedExperts:
     def _weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Any, Any]:
         return w1, w2
 
-    @staticmethod
-    def _pinned(rows: int, top_k: int, w1: torch.Tensor, w2: torch.Tensor) -> MoEConfig:
+    def config(self, rows: int, top_k: int, w1: torch.Tensor, w2: torch.Tensor) -> MoEConfig:
+        """What `fused_moe` picks for a call of ``rows`` tokens on this layer."""
+        return MoEConfig.pick(w1.device, rows, top_k, w1.shape[0], w2.shape[1], w2.shape[2], base=self.base)
+
+    def _pinned(self, rows: int, top_k: int, w1: torch.Tensor, w2: torch.Tensor) -> MoEConfig:
         """One order of summation for every batch size: of a configuration, ``splits`` alone changes bits."""
-        pick = partial(
-            MoEConfig.pick, w1.device, top_k=top_k, experts=w1.shape[0], hidden=w2.shape[1], inter=w2.shape[2]
-        )
-        return replace(pick(tokens=rows), splits=pick(tokens=PINNED_TOKENS).splits)
+        splits = self.config(PINNED_TOKENS, top_k, w1, w2).splits
+        return replace(self.config(rows, top_k, w1, w2), splits=splits)
 
     def apply(
         self,
@@ -273,11 +274,13 @@ class BeamMxfp8Experts(_FusedExperts, Mxfp8TritonExpertsBase):
     w1 (E, 2I, H) and w2 (E, H, I) e4m3 with uint8 E8M0 scales (E, 2I, H/32) and (E, H, I/32), row-major.
     """
 
+    base = "mxfp8"
     max_tokens = LARGEST_CALL
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         Mxfp8TritonExpertsBase.__init__(self, moe_config, quant_config)
         self._start()
+        self.words: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self._views: tuple[Any, Any, Any, Any] | None = None
 
     def _why_not_weights(self) -> str | None:
@@ -299,11 +302,9 @@ class BeamMxfp8Experts(_FusedExperts, Mxfp8TritonExpertsBase):
         return True
 
     def _weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Any, Any]:
-        from beam_moe.kernels.mxfp8 import MXFP8Tensor
-
         if self._views is None or self._views[0] is not w1 or self._views[1] is not w2:
-            w13 = MXFP8Tensor(w1, self.w1_scale_val, -1)
-            self._views = (w1, w2, w13, MXFP8Tensor(w2, self.w2_scale_val, -1))
+            w13 = MXFP8Tensor(w1.data, self.w1_scale_val.data, -1, rows=self.words[0])
+            self._views = (w1, w2, w13, MXFP8Tensor(w2.data, self.w2_scale_val.data, -1, rows=self.words[1]))
         return self._views[2], self._views[3]
 
     def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *args: Any,
@@ -315,6 +316,28 @@ class BeamMxfp8Experts(_FusedExperts, Mxfp8TritonExpertsBase):
                 "lower max_num_batched_tokens"
             )
         return super().apply(output, hidden_states, w1, w2, *args, **kwargs)
+
+
+def prepare_with(method: Mxfp8OnlineMoEMethod) -> None:
+    """Have an MXFP8 method find, each time it has quantised its weights, what their fp16 form needs (`prepare`).
+
+    The words found stay with the method and are rewritten where they lie, so that a graph captured before a reload
+    reads the new ones.
+    """
+    setup = method._setup_kernel
+    words: list[torch.Tensor | None] = [None, None]
+
+    def _setup_kernel(layer: Any, *args: Any, **kwargs: Any) -> None:
+        setup(layer, *args, **kwargs)
+        for i, name in enumerate(("w13", "w2")):
+            weight = getattr(layer, f"{name}_weight").data
+            scale = getattr(layer, f"{name}_{method.weight_scale_name}").data
+            if weight.is_meta:  # online quantisation builds its layers without memory
+                return
+            words[i] = prepare(MXFP8Tensor(weight, scale, -1, rows=words[i])).rows
+        method.moe_kernel.impl.fused_experts.words = tuple(words)
+
+    method._setup_kernel = _setup_kernel
 
 
 def clear_stale_ids(meta: Any) -> None:
@@ -373,11 +396,10 @@ def give_experts(runner: Any) -> str | None:
     options = {"routed_scaling": float(runner.routed_scaling_factor), "single_rounding": True}
     chosen = getattr(method, "experts_cls", None)
     if isinstance(method, Mxfp8OnlineMoEMethod):
-        if not SERVES_MXFP8:
-            return "the fused layer takes no MXFP8 weights"
         experts = BeamMxfp8Experts.configured(**options)
         # the emulation backend's layout is the plain row-major one; other backends repack for their own kernels
         method.fp8_backend = Fp8MoeBackend.EMULATION
+        prepare_with(method)
     elif isinstance(method, UnquantizedFusedMoEMethod) and chosen is TritonExperts:
         experts = BeamTritonExperts.configured(**options)
     else:
@@ -432,8 +454,7 @@ class ExpertsWarmup(VllmJitKernel[Any]):
         first: dict[Any, int] = {}
         for n in (*range(1, min(limit, 512) + 1), *range(512, limit + 1, 128), limit):
             if n:  # our kernels specialise on nothing but their configuration
-                config = MoEConfig.pick(w1.device, n, top_k, w1.shape[0], w2.shape[1], w2.shape[2])
-                first.setdefault(config, n)
+                first.setdefault(experts.config(n, top_k, w1, w2), n)
         name = None if experts is None else experts.quant_config.config_name(runner.moe_config.in_dtype)
         for bucket in (*(2**i for i in range(17)), *(3 * 2**i for i in range(15)), self.max_tokens):
             for n in (bucket, bucket - 14, bucket - 15):  # vLLM's: on divisibility of the tokens too

@@ -109,7 +109,7 @@ SEAMS: tuple[Seam, ...] = (
         "Mxfp8OnlineMoEMethod.__init__",
         ("self", "moe"),
         "attribute",
-        "experts_cls and fp8_backend (plain row-major layout) for MXFP8 experts on our kernel",
+        "experts_cls, fp8_backend (plain row-major layout) and _setup_kernel (followed by prepare) for MXFP8 experts",
         "vLLM has a registry of fp8 experts backends",
     ),
     Seam(

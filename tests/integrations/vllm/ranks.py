@@ -217,6 +217,12 @@ def built(config, seed: int = 0):
     with set_current_vllm_config(config):
         with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
             model = initialize_model(config)
+        for module in model.modules():  # online quantisation builds its layers on the meta device
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_meta:
+                    real = torch.nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False)
+                    real.__dict__.update(parameter.__dict__)
+                    module._parameters[name] = real
         g = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16, torch.float32):

@@ -293,6 +293,37 @@ def test_shared_outer_bank_reads_one_factor(harness, tmp_path):
         assert_close("shared outer", want, got, LIMIT)
 
 
+def test_mxfp8_base_with_adapters(harness, tmp_path, monkeypatch):
+    """Online MXFP8 weights, an adapter and bare rows, against the dequantised weights."""
+    from beam_moe.kernels.mxfp8 import MXFP8Tensor, dequantize_reference
+
+    monkeypatch.setenv(
+        "VLLM_DISABLED_KERNELS", "HummingMxfp8LinearKernel,MarlinMxfp8LinearKernel,TorchMxFp8LinearKernel"
+    )
+    path = harness.write_adapter(tmp_path / "a", "per_expert")
+    with harness.built(harness.engine_config(harness.write_config(tmp_path / "m"), quantization="mxfp8")) as (
+        model,
+        manager,
+    ):
+        manager.add_adapter(harness.request(path))
+        runner = model.moe_layers[0]
+        layer = runner.routed_experts
+        dense = SimpleNamespace(
+            **{
+                n: dequantize_reference(
+                    MXFP8Tensor(getattr(layer, n).data, getattr(layer, f"{n}_scale").data), torch.float32
+                )
+                for n in ("w13_weight", "w2_weight")
+            }
+        )
+        x, slots = (torch.randn(4, harness.H) * 0.5).half(), [0, -1, 0, -1]
+        weights, ids = harness.routing(4)
+        harness.set_slots(manager, slots)
+        got = harness.run_experts(runner, x, weights, ids)
+        stacks = {0: harness.experts_stacks(model, 2, 0)}
+        assert_close("MXFP8 experts", reference(harness, dense, x, weights, ids, slots, stacks), got, LIMIT)
+
+
 def test_other_models_are_served_when_asked(harness, tmp_path, monkeypatch):
     """BEAM_MOE_VLLM=all puts the same experts under Qwen3-MoE; without it vLLM's own stay."""
     from vllm.model_executor.custom_op import op_registry_oot

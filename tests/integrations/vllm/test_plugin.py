@@ -116,14 +116,11 @@ def test_hopper_selection_gets_our_experts(harness, tmp_path, lora):
 
 def test_mxfp8_selection(harness, tmp_path, monkeypatch):
     """Online MXFP8: our experts on the plain layout, which vLLM would repack for its own kernel."""
-    from beam_moe.integrations.vllm import experts as module
-
     # the linear layers' repacking is compiled code that is not here
     monkeypatch.setenv(
         "VLLM_DISABLED_KERNELS", "HummingMxfp8LinearKernel,MarlinMxfp8LinearKernel,TorchMxFp8LinearKernel"
     )
     path = harness.write_config(tmp_path / "m")
-    monkeypatch.setattr(module, "SERVES_MXFP8", True)
     config = harness.engine_config(path, quantization="mxfp8", dtype="bfloat16")
     with harness.built(config) as (model, _):
         layer, experts = model.moe_layers[0].routed_experts, experts_of(model.moe_layers[0])
@@ -133,16 +130,15 @@ def test_mxfp8_selection(harness, tmp_path, monkeypatch):
         w13, w2 = experts._weights(layer.w13_weight, layer.w2_weight)
         assert w13.scale.shape == (harness.E, 2 * harness.I, harness.H // 32) and w13.scale.dtype == torch.uint8
         assert w2.scale.shape == (harness.E, harness.H, harness.I // 32)
+        assert w13.rows.shape == (harness.E, 2 * harness.I) and w2.rows.shape == (harness.E, harness.H)
 
-
-def test_mxfp8_stays_with_vllm_where_the_fused_layer_cannot(experts_module, monkeypatch):
-    """A build whose fused layer reads no MXFP8 keeps vLLM's kernel and the runner's scaling."""
-    from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineMoEMethod
-
-    monkeypatch.setattr(experts_module, "SERVES_MXFP8", False)
-    method = object.__new__(Mxfp8OnlineMoEMethod)
-    runner = SimpleNamespace(routed_experts=SimpleNamespace(quant_method=method), routed_scaling_factor=2.5)
-    assert "no MXFP8" in experts_module.give_experts(runner) and runner.routed_scaling_factor == 2.5
+        # a reload quantises anew: a graph holds the words by address
+        method, address = layer.quant_method.old_quant_method, w13.rows.data_ptr()
+        before = w13.rows.clone()
+        scale = layer.w13_weight_scale.data + 3
+        method._setup_kernel(layer, layer.w13_weight, layer.w2_weight, scale, layer.w2_weight_scale.data, None, None)
+        words = method.moe_kernel.impl.fused_experts.words
+        assert words[0].data_ptr() == address and torch.equal(words[0], before + 3)
 
 
 def test_other_quantised_experts_keep_vllms_class(experts_module):
