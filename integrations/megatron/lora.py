@@ -89,6 +89,20 @@ class _GroupedLoRA(torch.autograd.Function):
         return dx, dw, da, db, None, None
 
 
+def _fuses(x: torch.Tensor) -> bool:
+    """Whether base and adapter run in `beam_moe.kernels.moe_lora.grouped_linear_lora`: on a GPU."""
+    return x.is_cuda
+
+
+def _grouped_lora(x, w, a, b, scale, splits):
+    """``base + scale * B (A x)``; the adapter's part alone where ``w`` is None."""
+    if w is None or not _fuses(x):
+        return _GroupedLoRA.apply(x, w, a, b, scale, splits)
+    from beam_moe.kernels.moe_lora import grouped_linear_lora
+
+    return grouped_linear_lora(x, w, split_offsets(splits, x.device), a, b, scale=scale)
+
+
 class Factor(nn.Module):
     """One factor as a module, read by calling it: DDP's parameter gather hooks modules, not parameters.
 
@@ -172,7 +186,7 @@ class GroupedExpertAdapter(nn.Module):
         if w is not None and self.training and isinstance(self.dropout, nn.Dropout):
             base = grouped_matmul(x, w, splits, split_offsets(splits, x.device))
             return base + self(x, splits)
-        y = _GroupedLoRA.apply(pre(x), w, self.linear_in(), self.linear_out(), self.alpha / self.dim, splits)
+        y = _grouped_lora(pre(x), w, self.linear_in(), self.linear_out(), self.alpha / self.dim, splits)
         return y if w is not None else post(y)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

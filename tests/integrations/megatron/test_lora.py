@@ -223,3 +223,34 @@ def test_fused_node_against_autograd(ranks, shared_a, shared_b):
     (pairs,) = ranks("fused_node", shared_a=shared_a, shared_b=shared_b)
     for name, (want, got) in zip(("y", "dx", "dw", "da", "db"), pairs):
         assert_close(name, want.detach(), got.detach(), 1e-6)
+
+
+def fused_kernels(folder, kind):
+    """Logits and adapter gradients of a model whose grouped experts run in our kernels, and of one whose do not."""
+    import megatron_ranks as m
+
+    from beam_moe.integrations.megatron import lora
+    from beam_moe.kernels import moe_lora
+
+    path = m.checkpoint(m.reference(), folder / "hf")
+    hook = _lora(kind, target_modules=["*.experts.linear_fc1", "*.experts.linear_fc2"])
+    calls, kernel = [], moe_lora.grouped_linear_lora
+    moe_lora.grouped_linear_lora = lambda *args, **kwargs: calls.append(kwargs) or kernel(*args, **kwargs)
+    out = []
+    for fused in (False, True):
+        lora._fuses = lambda x, fused=fused: fused
+        _, _, chunks = m.load(path, hooks=[hook])
+        logits = m.run(chunks, m.tokens(batch=1, length=12), backward=True)
+        grads = {n: p.grad for n, p in chunks[0].named_parameters() if p.requires_grad}
+        out.append((logits, grads, len(calls)))
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_kernels_give_the_same_gradients(ranks, kind):
+    (((plain, want, none), (fused, got, calls)),) = ranks("fused_kernels", kind=kind)
+    assert (none, calls) == (0, 6)  # two projections of three MoE layers
+    assert_close("logits", plain, fused, 1e-6)
+    assert sum("experts" in n for n in want) == 12 and got.keys() == want.keys()
+    for name, g in want.items():
+        assert_close(name, g, got[name], 1e-5)
