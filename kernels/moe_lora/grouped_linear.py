@@ -360,7 +360,8 @@ def _project(
     if config is None:
         wide = torch.float32 in (x.dtype, w.dtype) or x.dtype != w.dtype
         config = GroupedLoRAConfig.pick(rows, groups, n, k, turned=turned, wide=wide, device=x.device)
-    x_desc, w_desc = _descriptor(x, [config.bm, config.bk]), None
+    # rows that lie in one place, an expanded gradient's, have no descriptor
+    x_desc, w_desc = _descriptor(x, [config.bm, config.bk]) if x.stride(0) >= k else None, None
     if turned and k % config.bk == 0 and w.stride(0) == k * w.stride(2):
         # whole steps only: what lies behind the last row of an expert is the next expert, which no bound cuts off
         flat = w.as_strided((groups * k, n), (w.stride(2), 1), w.storage_offset())
@@ -451,16 +452,19 @@ def _factor_grad(
 
 
 class _GroupedLinearLoRA(torch.autograd.Function):
+    """``pair`` is the weight where ``w`` is None; ``mxfp8`` quantises the operands of w's products."""
+
     @staticmethod
-    def forward(ctx, x, w, offsets, a, b, scale, pair, dtype):
+    def forward(ctx, x, w, offsets, a, b, scale, pair, mxfp8, dtype):
         with _on_device(x.device):
             t = _shrink(x, a, offsets, scale)
-            if pair is None:
-                y = _project(x, w, t, b, offsets, dtype)
-            else:
-                y = _project(fake_quantize(x), dequantize_groups(pair[0], offsets), t, b, offsets, dtype)
+            rows, weight = x, w
+            if mxfp8:
+                rows = fake_quantize(x)
+                weight = fake_quantize(w) if pair is None else dequantize_groups(pair[0], offsets)
+            y = _project(rows, weight, t, b, offsets, dtype)
         ctx.save_for_backward(x, w, offsets, a, b, t if ctx.needs_input_grad[4] else None)
-        ctx.scale, ctx.pair = scale, pair
+        ctx.scale, ctx.pair, ctx.mxfp8 = scale, pair, mxfp8
         return y
 
     @staticmethod
@@ -472,20 +476,24 @@ class _GroupedLinearLoRA(torch.autograd.Function):
         with _on_device(x.device):
             if need_x or need_a:
                 u = _shrink(dy, b.mT, offsets, ctx.scale)
-            if need_x and ctx.pair is None:
-                dx = _project(dy, w.mT, u, a.mT, offsets, x.dtype)
-            elif need_x:
-                turned = dequantize_groups(ctx.pair[1].mT, offsets)
-                dx = _project(fake_quantize(dy.contiguous()), turned, u, a.mT, offsets, x.dtype)
+            if need_x:
+                rows, weight = dy, w
+                if ctx.mxfp8:
+                    rows = fake_quantize(dy.contiguous())
+                    weight = dequantize_groups(ctx.pair[1].mT, offsets).mT if ctx.pair else fake_quantize(w, axis=-2)
+                dx = _project(rows, weight.mT, u, a.mT, offsets, x.dtype)
             if need_a:
                 da = _factor_grad(u, x, offsets, a.shape[0] == 1, a.dtype)
             if need_b:
                 db = _factor_grad(dy, t, offsets, b.shape[0] == 1, b.dtype)
-            if need_w and dy.dtype == x.dtype and x.dtype != torch.float32:
+            if need_w and ctx.mxfp8:
+                columns = (fake_quantize(v, axis=-2, offsets=offsets) for v in (dy.contiguous(), x))
+                dw = grouped_wgrad(*columns, offsets, out_dtype=w.dtype)
+            elif need_w and dy.dtype == x.dtype and x.dtype != torch.float32:
                 dw = grouped_wgrad(dy, x, offsets, out_dtype=w.dtype)
             elif need_w:
                 dw = _factor_grad(dy, x, offsets, False, w.dtype)
-        return dx, dw, None, da, db, None, None, None
+        return dx, dw, None, da, db, None, None, None, None
 
 
 def _require(ok: bool, argument: str, wanted: str, got: object) -> None:
@@ -501,7 +509,7 @@ def _matrices(name: str, t: object, dims: int, shape: str, device: torch.device)
     _require(t.device == device, name, f"on x's device {device}", t.device)
 
 
-def _check(x, w, offsets, a, b, scale, out_dtype) -> None:
+def _check(x, w, offsets, a, b, scale, mxfp8, out_dtype) -> None:
     _require(isinstance(x, torch.Tensor), "x", "a tensor", type(x).__name__)
     device = x.device
     _matrices("x", x, 2, "(T, K)", device)
@@ -513,8 +521,6 @@ def _check(x, w, offsets, a, b, scale, out_dtype) -> None:
         fits = row.axis == -1 and col.axis == -2 and row.shape == col.shape and plain
         _require(fits, "w", "(row, col) of one shape with blocks along axis -1 and -2, not swizzled", f"{row}, {col}")
         _require(row.device == col.device == device, "w", f"on x's device {device}", f"{row.device}, {col.device}")
-        for name, size in (("N", row.shape[1]), ("K", row.shape[2])):
-            _require(size % BLOCK == 0, "w", f"of {name} divisible by {BLOCK} in MXFP8", size)
         shape = row.shape
     else:
         _matrices("w", w, 3, "(E, N, K)", device)
@@ -522,6 +528,8 @@ def _check(x, w, offsets, a, b, scale, out_dtype) -> None:
     experts, n, k = shape
     _require(1 <= experts <= MAX_EXPERTS, "w", f"of 1 to {MAX_EXPERTS} experts", experts)
     _require(n >= 1 and k >= 1, "w", "of N and K from 1 up", tuple(shape))
+    if mxfp8 or isinstance(w, tuple):
+        _require(n % BLOCK == k % BLOCK == 0, "w", f"of N and K divisible by {BLOCK} in MXFP8", tuple(shape))
     _require(x.shape[1] == k, "x", f"(T, K={k}) to fit w", tuple(x.shape))
     _matrices("a", a, 3, "(E, R, K) or (1, R, K)", device)
     rank = a.shape[1]
@@ -561,6 +569,7 @@ def grouped_linear_lora(
     b: torch.Tensor,
     *,
     scale: float = 1.0,
+    mxfp8: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``x @ w[e].T + scale * (x @ a[e].T) @ b[e].T`` for the rows of each expert e, with gradients.
@@ -568,15 +577,16 @@ def grouped_linear_lora(
     Args:
         x: (T, K) bf16, fp16 or fp32 of any strides, rows sorted by expert; T may be 0. dx has its dtype.
         w: (E, N, K) bf16, fp16 or fp32 of any strides; dw, formed only where w requires a gradient, has its dtype. Or a
-            pair ``(row, col)`` of `MXFP8Tensor`, ``quantize_both(w)``: frozen, with N and K divisible by 32. x is then
-            quantised along K and dy along N for the base product, as in `mxfp8.grouped_linear`, and not for the
-            adapter's; the bf16 values of one of the pair (2 bytes an element) live for the length of a pass.
+            pair ``(row, col)`` of `MXFP8Tensor`, ``quantize_both(w)``: MXFP8 with frozen weights.
         offsets: int32 (E + 1,), contiguous, on x's device: 0, then the end of each expert's rows, never falling, at
             most T. Experts may have no row; their gradients are zeros. Rows behind the last offset give zeros, get
             zeros as dx, and are in no other gradient.
         a: (E, R, K), or (1, R, K) shared by all experts, R from 1 to 512; bf16, fp16 or fp32 of any strides.
         b: (E, N, R), or (1, N, R) shared by all experts, likewise.
         scale: of the adapter, such as alpha / R.
+        mxfp8: the products with a dense w are in MXFP8, as those of `mxfp8.grouped_linear`: x, w and dy are quantised
+            along the axis that each product sums over. N and K must be divisible by 32. The adapter's products never
+            are. bf16 values of one quantised w (2 bytes an element) live for the length of a pass, with a pair too.
         out_dtype: of the result; x's by default.
 
     Returns:
@@ -589,6 +599,6 @@ def grouped_linear_lora(
         ValueError: an argument does not fit the above. With ``BEAM_MOE_CHECK=1`` also offsets that fall or exceed T.
     """
     out_dtype = x.dtype if out_dtype is None and isinstance(x, torch.Tensor) else out_dtype
-    _check(x, w, offsets, a, b, scale, out_dtype)
+    _check(x, w, offsets, a, b, scale, mxfp8, out_dtype)
     dense, pair = (None, w) if isinstance(w, tuple) else (w, None)
-    return _GroupedLinearLoRA.apply(x, dense, offsets, a, b, float(scale), pair, out_dtype)
+    return _GroupedLinearLoRA.apply(x, dense, offsets, a, b, float(scale), pair, mxfp8 or pair is not None, out_dtype)

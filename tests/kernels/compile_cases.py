@@ -246,7 +246,7 @@ def grouped_lora():
         # the engine runs a backward pass outside the mode that marks tensors, so it is called as a function
         saved = SimpleNamespace(needs_input_grad=(True, not mx, False, True, True))
         saved.save_for_backward = lambda *tensors: setattr(saved, "saved_tensors", tensors)
-        y = _GroupedLinearLoRA.forward(saved, x, w, offsets, a, b, 0.5, pair, dtype)
+        y = _GroupedLinearLoRA.forward(saved, x, w, offsets, a, b, 0.5, pair, mx, dtype)
         _GroupedLinearLoRA.backward(saved, y)
 
     step(8192, 32, 2560, 5120, 32)

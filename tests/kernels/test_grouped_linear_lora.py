@@ -133,7 +133,7 @@ def test_only_what_is_trained_gets_a_gradient(device):
     offsets = offsets_of(SIZES, device)
     b.requires_grad_()
     y = grouped_linear_lora(x, w, offsets, a, b)
-    y.sum().backward()
+    y.sum(0).backward(torch.ones(24, device=device))  # every row of the gradient lies in one place
     exact = b.detach().double().requires_grad_()
     end = sum(SIZES)
     plain(x[:end].double(), w.double(), offsets, a.double(), exact, 1.0).sum().backward()
@@ -142,34 +142,39 @@ def test_only_what_is_trained_gets_a_gradient(device):
         assert not grouped_linear_lora(x, w, offsets, a, b).requires_grad
 
 
-def test_mxfp8_base(device):
-    """Base products see quantised operands, the adapter's see x and dy as they are."""
+@pytest.mark.parametrize("paired", [True, False])
+def test_mxfp8_base(paired, device):
+    """Base products see quantised operands, those of `mxfp8.grouped_linear`; the adapter's see x and dy as they are."""
     n, k = 64, 96
     x, w, a, b = operands(SIZES, n, k, 4, device)
     offsets, end = offsets_of(SIZES, device), sum(SIZES)
-    row, col = quantize_both(w.detach())
-    y = grouped_linear_lora(x, (row, col), offsets, a, b, scale=0.5)
+    weight = quantize_both(w.detach()) if paired else w
+    y = grouped_linear_lora(x, weight, offsets, a, b, scale=0.5, mxfp8=not paired)
     dy = torch.randn_like(y)
     y.backward(dy)
 
     def values(t, axis=-1):
         return dequantize_reference(quantize_reference(t.detach().cpu(), axis=axis), BF16).double().to(device)
 
-    ex, ea, eb = (t.detach().double() for t in (x, a, b))
-    ex, dy = ex[:end], dy[:end]
-    zero = torch.zeros(len(SIZES), n, k, dtype=torch.float64, device=device)
+    ex, ea, eb = (t.detach().double() for t in (x[:end], a, b))
     ex.requires_grad_(), ea.requires_grad_(), eb.requires_grad_()
+    dy = dy[:end]
+    zero = torch.zeros(len(SIZES), n, k, dtype=torch.float64, device=device)
     adapter = plain(ex, zero, offsets, ea, eb, 0.5)
     adapter.backward(dy.double())
-    base, base_dx = torch.zeros_like(adapter), torch.zeros_like(ex)
+    base, base_dx, dw = torch.zeros_like(adapter), torch.zeros_like(ex), torch.zeros_like(zero)
     bounds = offsets.tolist()
     for e, (begin, stop) in enumerate(zip(bounds, bounds[1:])):
         base[begin:stop] = values(x[:end])[begin:stop] @ values(w)[e].T
         base_dx[begin:stop] = values(dy)[begin:stop] @ values(w, -2)[e]
+        if begin < stop:
+            dw[e] = values(dy[begin:stop], -2).T @ values(x[begin:stop], -2)
     assert_close("y", adapter + base, y[:end], LIMIT[F32])
     assert_close("dx", ex.grad + base_dx, x.grad[:end], LIMIT[F32])
     assert_close("da", ea.grad, a.grad, LIMIT[F32])
     assert_close("db", eb.grad, b.grad, LIMIT[F32])
+    if not paired:
+        assert_close("dw", dw, w.grad, LIMIT[F32])
     assert not y[end:].any() and not x.grad[end:].any()
 
 
@@ -239,8 +244,10 @@ def test_misfits_of_values_are_named(device, monkeypatch):
         torch.zeros(3, 8, 64, device=device).to(torch.float8_e4m3fn), torch.zeros(3, 8, 2).byte().to(device)
     )
     turned = MXFP8Tensor(small.data, torch.zeros(3, 1, 64, dtype=torch.uint8, device=device), axis=-2)
-    with pytest.raises(ValueError, match="grouped_linear_lora: w must be of N divisible by 32"):
+    with pytest.raises(ValueError, match="grouped_linear_lora: w must be of N and K divisible by 32"):
         grouped_linear_lora(**{**given, "w": (small, turned)})
+    with pytest.raises(ValueError, match="grouped_linear_lora: w must be of N and K divisible by 32"):
+        grouped_linear_lora(**{**given, "w": torch.randn(3, 8, 64, device=device)}, mxfp8=True)
     monkeypatch.setenv("BEAM_MOE_CHECK", "1")
     for ends in ((0, 5, 4, 9), (1, 4, 4, 9), (0, 4, 4, 10)):
         given["offsets"] = torch.tensor(ends, dtype=torch.int32, device=device)
