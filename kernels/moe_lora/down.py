@@ -35,7 +35,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     single_row,
     wait_for_previous,
 )
-from beam_moe.kernels.mxfp8.decode_block import row_top
+from beam_moe.kernels.mxfp8.decode_block import row_top, settled
 
 
 @triton.jit
@@ -344,6 +344,7 @@ def _down_kernel(
                     EVEN_K,
                 )  # fmt: skip
                 acc = decoded_dot(code, s_now, 0, tl.trans(h), acc, False, SOFT, INTERPRETED)
+                acc = settled(acc, SOFT)
                 if step % STEPS == STEPS - 1:
                     y = tl.trans(acc)
                     if ADAPTED:

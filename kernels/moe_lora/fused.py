@@ -187,6 +187,8 @@ def _run(
         ahead = scales_ahead(w13.scale, cfg.up_block_n, cfg.up_block_k, cfg.up_warps)
         up_base = up.constants | {"NORMALIZED": bool(images), "AHEAD": ahead, "STAGES": cfg.up_stages}
         up_base |= {"xn_ptr": buffers.xn if images else x, "x_words_ptr": buffers.words}
+        if cfg.block_m <= 16 and cfg.up_warps == 4:
+            up_base["maxnreg"] = 168  # three programs a multiprocessor; the compiler would stop a few registers above
         down_base = down.constants | {"NORMALIZED": bf16, "STAGES": cfg.down_stages}
     else:
         up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]

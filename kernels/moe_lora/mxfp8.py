@@ -27,6 +27,7 @@ from beam_moe.kernels.mxfp8.decode_block import (
     row_exponent,
     row_top,
     scale_by_exponent,
+    settled,
     token_exponent,
     weights_bf16,
     weights_fp16,
@@ -142,6 +143,7 @@ def _product(
         else:
             s = load_scales(s_rows, mask_rows, k, K, BLOCK_K, MASK_ROWS, EVEN_K)
         acc = decoded_dot(code, s, top, tl.trans(x), acc, FP16, SOFT, INTERPRETED)
+        acc = settled(acc, SOFT)
     return acc
 
 

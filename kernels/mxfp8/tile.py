@@ -12,6 +12,7 @@ from beam_moe.kernels.mxfp8.decode_block import (
     row_exponent,
     row_top,
     scale_by_exponent,
+    settled,
     token_exponent,
     weights_bf16,
     weights_fp16,
@@ -129,6 +130,7 @@ def product(
                 low = tl.where(low == low, low, 0.0).to(tl.bfloat16)
                 acc = tl.dot(wt, high.T, acc)
                 acc = tl.dot(wt, low.T, acc)
+        acc = settled(acc, SOFT)
     return acc
 
 
