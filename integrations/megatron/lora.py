@@ -94,13 +94,13 @@ def _fuses(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def _grouped_lora(x, w, a, b, scale, splits):
+def _grouped_lora(x, w, a, b, scale, splits, mxfp8):
     """``base + scale * B (A x)``; the adapter's part alone where ``w`` is None."""
     if w is None or not _fuses(x):
         return _GroupedLoRA.apply(x, w, a, b, scale, splits)
     from beam_moe.kernels.moe_lora import grouped_linear_lora
 
-    return grouped_linear_lora(x, w, split_offsets(splits, x.device), a, b, scale=scale)
+    return grouped_linear_lora(x, w, split_offsets(splits, x.device), a, b, scale=scale, mxfp8=mxfp8)
 
 
 class Factor(nn.Module):
@@ -179,14 +179,21 @@ class GroupedExpertAdapter(nn.Module):
         self.linear_in = make("A", dim, base.in_features, init_a, shared_outer and not row)
         self.linear_out = make("B", base.out_features, dim, init_b, shared_outer and row)
 
-    def forward(self, x: torch.Tensor, splits, w: torch.Tensor | None = None) -> torch.Tensor:
-        """The adapter's part of ``(T, in)`` rows -> ``(T, out)``; with base weights ``w (E, out, in)`` both added."""
+    def drops(self) -> bool:
+        """Whether base and adapter see different rows."""
+        return self.training and isinstance(self.dropout, nn.Dropout)
+
+    def forward(self, x: torch.Tensor, splits, w: torch.Tensor | None = None, mxfp8: bool = False) -> torch.Tensor:
+        """The adapter's part of ``(T, in)`` rows -> ``(T, out)``; with base weights ``w (E, out, in)`` both added.
+
+        ``mxfp8``: the products with ``w`` are in MXFP8; on a GPU, and not with dropout.
+        """
         splits = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
         pre, post = (self.dropout if self.dropout_position == p else nn.Identity() for p in ("pre", "post"))
-        if w is not None and self.training and isinstance(self.dropout, nn.Dropout):
+        if w is not None and self.drops():
             base = grouped_matmul(x, w, splits, split_offsets(splits, x.device))
             return base + self(x, splits)
-        y = _grouped_lora(pre(x), w, self.linear_in(), self.linear_out(), self.alpha / self.dim, splits)
+        y = _grouped_lora(pre(x), w, self.linear_in(), self.linear_out(), self.alpha / self.dim, splits, mxfp8)
         return y if w is not None else post(y)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -219,15 +226,15 @@ class GroupedExpertAdapter(nn.Module):
 
 
 class GroupedLoRALinear(LoRALinear):
-    """Bridge's LoRA wrapper of a grouped linear; base and adapter are one autograd node unless the base is MXFP8."""
+    """Bridge's LoRA wrapper of a grouped linear; base and adapter are one autograd node, in MXFP8 on a GPU only."""
 
     def forward(self, x, splits):
         base, adapter = self.to_wrap, self.adapter
         if not self._adapter_enabled:
             return base(x, splits)
-        if base.mxfp8:
+        if base.mxfp8 and (adapter.drops() or not _fuses(x)):
             return base(x, splits)[0] + adapter(x, splits), None
-        return adapter(x, splits, base.stacked()), None
+        return adapter(x, splits, base.stacked(), base.mxfp8), None
 
 
 def _refuse(what: str) -> None:

@@ -243,14 +243,29 @@ def fused_kernels(folder, kind):
         logits = m.run(chunks, m.tokens(batch=1, length=12), backward=True)
         grads = {n: p.grad for n, p in chunks[0].named_parameters() if p.requires_grad}
         out.append((logits, grads, len(calls)))
-    return out
+    module = next(x for x in chunks[0].modules() if isinstance(x, lora.GroupedLoRALinear))
+    module.to_wrap.mxfp8 = True
+    rows = torch.randn(9, module.to_wrap.in_features)
+    splits = [4, 0, 5] + [0] * (module.to_wrap.num_gemms - 3)
+    seed = torch.randn(9, module.to_wrap.out_features)
+    quantised = []
+    for fused in (False, True):
+        lora._fuses = lambda x, fused=fused: fused
+        x = rows.clone().requires_grad_()
+        y, _ = module(x, splits)
+        factors = (module.adapter.linear_in.weight, module.adapter.linear_out.weight)
+        quantised.append([y.detach(), *torch.autograd.grad(y, (x, *factors), seed)])
+    return *out, (*quantised, len(calls))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_kernels_give_the_same_gradients(ranks, kind):
-    (((plain, want, none), (fused, got, calls)),) = ranks("fused_kernels", kind=kind)
+    (((plain, want, none), (fused, got, calls), (apart, together, last)),) = ranks("fused_kernels", kind=kind)
     assert (none, calls) == (0, 6)  # two projections of three MoE layers
     assert_close("logits", plain, fused, 1e-6)
     assert sum("experts" in n for n in want) == 12 and got.keys() == want.keys()
     for name, g in want.items():
         assert_close(name, g, got[name], 1e-5)
+    assert last == 7
+    for name, one, other in zip(("y", "dx", "da", "db"), apart, together):
+        assert_close(f"MXFP8 base, {name}", one, other, 1e-5)
