@@ -75,7 +75,7 @@ class GroupedLoRAConfig:
             return cls(**tuned)
         if per_group >= 1024:
             return cls(128, 256, 64, 8, 3)
-        return cls(128, 128, 64, 8, 4) if per_group > 128 else cls(64, 128, 64, 4, 4)
+        return cls(128, 128, 64, 8, 3) if per_group > 128 else cls(64, 128, 64, 4, 4)
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def _project_kernel(
             acc = _dot(xt, wt, acc, INTERPRETED)
         t_row = t_ptr + m.to(tl.int64)[:, None] * R
         b_row = b_ptr + e * stride_be + n_in[:, None] * stride_bn
-        for r0 in tl.static_range(0, R, BR):
+        for r0 in tl.range(0, R, BR, num_stages=1):
             r = r0 + tl.arange(0, BR)
             ranks = (r < R)[None, :]
             t = tl.load(t_row + r[None, :], mask=(m < end)[:, None] & ranks, other=0.0)
