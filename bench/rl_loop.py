@@ -5,8 +5,8 @@
 
 A small Beam (12 layers, 32 experts, fp32 router, random to begin with) learns a task with a verifiable reward and no
 tokenizer: the prompt names one of four classes of tokens, the reward is the share of generated tokens of that class.
-Updates are GRPO's: advantages normalised within the group of one prompt, importance ratios against the engine's own
-log-probabilities, clipped.
+Updates are GRPO's with a reward for each token, its own hit or miss: advantages normalised within the group of one
+prompt, importance ratios against the engine's own log-probabilities, clipped.
 
 Trainer and engine need different transformers, so the engine is a process of its own, started by rank 0 with
 ``--engine-python`` (default: this Python) and ``--engine-path`` as its PYTHONPATH. They share one GPU, or use the
@@ -333,7 +333,7 @@ class Trainer:
 
         def loss(logp, rows):
             ratio = (logp - batch["logprobs"][rows]).exp()
-            advantage = batch["advantages"][rows, None]
+            advantage = batch["advantages"][rows]
             clipped = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             return -clipped.mean()
 
@@ -414,7 +414,7 @@ def train(args: argparse.Namespace) -> None:
     import torch.distributed as dist
     from rich.progress import Progress
 
-    args.lr = args.lr or {"lora": 3e-3, "bf16": 3e-4, "mxfp8": 3e-4}[args.mode]
+    args.lr = args.lr or {"lora": 3e-3, "bf16": 5e-4, "mxfp8": 5e-4}[args.mode]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available()
     if cuda:
@@ -495,19 +495,19 @@ def train(args: argparse.Namespace) -> None:
                 wanted = torch.tensor(classes, device=trainer.device).repeat_interleave(args.group)
                 answer = tokens[:, PROMPT:]
                 hit = (answer % CLASSES == wanted[:, None]) & (answer >= FIRST)
-                reward = hit.float().mean(1)
-                groups = reward.view(-1, args.group)
+                reward = hit.float().mean()
+                groups = hit.float().view(args.prompts, -1)
                 advantage = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
                 batch = {
                     "tokens": tokens, "logprobs": torch.tensor(logprobs, device=trainer.device),
-                    "advantages": advantage.flatten(), "routes": torch.from_numpy(routes).to(trainer.device),
+                    "advantages": advantage.view_as(hit), "routes": torch.from_numpy(routes).to(trainer.device),
                 }  # fmt: skip
                 if routes.shape[1] != tokens.shape[1] - 1:
                     raise RuntimeError(f"routes {routes.shape} for {tuple(tokens.shape)} tokens")
                 ours = whole(trainer.schedule(trainer.chunks, batch, batch["routes"]))
                 row = {
                     "case": f"{args.mode}/{args.tag}{number}", "mode": args.mode, "step": number,
-                    "reward": float(reward.mean()), **difference(ours, batch["logprobs"]), "router_exact": exact,
+                    "reward": float(reward), **difference(ours, batch["logprobs"]), "router_exact": exact,
                     "pp": args.pp, "ep": args.ep, "engine_tp": args.engine_tp,
                 }  # fmt: skip
                 if number % args.compare_every == 0:
