@@ -235,11 +235,18 @@ class BeamCoreAttention(MegatronModule):
 
 @contextmanager
 def _full_fp32():
-    """fp32 matrix products of this block are not rounded to TF32, whatever the trainer chose."""
+    """fp32 matrix products of this block are not rounded to TF32, whatever the trainer chose, by either of PyTorch's
+    two settings: it raises where they are found to disagree, so the one that was used is the one that is changed."""
     matmul = torch.backends.cuda.matmul
-    name, value = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
+    precision = getattr(matmul, "fp32_precision", None)
+    if precision != "tf32" if precision is not None else not matmul.allow_tf32:
+        yield
+        return
+    try:
+        name, exact, before = "allow_tf32", False, matmul.allow_tf32
+    except RuntimeError:
+        name, exact, before = "fp32_precision", "ieee", precision
+    setattr(matmul, name, exact)
     try:
         yield
     finally:

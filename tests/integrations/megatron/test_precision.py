@@ -179,12 +179,14 @@ def gemm(folder):
 
     from beam_moe.integrations.megatron.layers import _Fp32Linear, _full_fp32
 
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    with _full_fp32():
-        inside = torch.backends.cuda.matmul.fp32_precision
-    kept = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = before
+    matmul = torch.backends.cuda.matmul
+    modes = []
+    for name, allowed, refused in (("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")):
+        setattr(matmul, name, allowed)
+        with _full_fp32():
+            inside = getattr(matmul, name)
+        modes.append((inside, getattr(matmul, name)))
+        setattr(matmul, name, refused)
     x = torch.randn(5, 2, 64).bfloat16().requires_grad_()
     w = torch.randn(16, 64, requires_grad=True)
     y = _Fp32Linear.apply(x, w)
@@ -193,11 +195,11 @@ def gemm(folder):
     seed = torch.randn_like(want)
     y.backward(seed)
     want.backward(seed)
-    return (inside, kept), y.dtype, [(want.detach(), y.detach()), (x2.grad, x.grad), (w2.grad, w.grad)]
+    return modes, y.dtype, [(want.detach(), y.detach()), (x2.grad, x.grad), (w2.grad, w.grad)]
 
 
 def test_router_gemm_is_fp32_even_where_tf32_is_allowed(ranks):
     ((modes, dtype, pairs),) = ranks("gemm")
-    assert modes == ("ieee", "tf32") and dtype == torch.float32
+    assert modes == [(False, True), ("ieee", "tf32")] and dtype == torch.float32
     for want, got in pairs:
         assert_close("gemm", want, got, 1e-6)
