@@ -187,6 +187,47 @@ def moe_lora():
     layer(16, 16, 2, 512, 128, lora=bank(1, 16, 512, 512, 128))
 
 
+def moe_lora_mxfp8():
+    """The fused layer on MXFP8 weights: both forms, with and without adapters, at decode and beyond a block."""
+    from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe
+    from beam_moe.kernels.mxfp8 import MXFP8Tensor
+
+    def weight(experts, rows, cols, prepared):
+        data = empty(experts, rows, cols, dtype=torch.float8_e4m3fn)
+        words = empty(experts, rows, dtype=torch.int16) if prepared else None
+        return MXFP8Tensor(data, empty(experts, rows, cols // 32, dtype=torch.uint8), rows=words)
+
+    def layer(tokens, experts, top_k, hidden, inter, prepared=True, slots=0, shared=False, dtype=torch.bfloat16):
+        lora, outer = None, 1 if shared else experts
+        if slots:
+            lora = ExpertLoRA(
+                empty(slots, outer, 2, 32, hidden, dtype=dtype),
+                empty(slots, experts, 2, inter, 32, dtype=dtype),
+                empty(slots, experts, 32, inter, dtype=dtype),
+                empty(slots, outer, hidden, 32, dtype=dtype),
+                ranks=torch.full((slots,), 32, dtype=torch.int32, device=CUDA),
+                enabled=torch.ones(slots, dtype=torch.int32, device=CUDA),
+            )
+        fused_moe(
+            empty(tokens, hidden, dtype=dtype),
+            weight(experts, 2 * inter, hidden, prepared),
+            weight(experts, hidden, inter, prepared),
+            empty(tokens, top_k, dtype=torch.float32),
+            empty(tokens, top_k, dtype=torch.int32),
+            lora=lora,
+            lora_ids=None if lora is None else empty(tokens, dtype=torch.int32),
+        )
+
+    layer(16, 256, 8, 5120, 320, slots=1)
+    layer(16, 256, 8, 5120, 320, slots=4, shared=True)
+    layer(16, 256, 8, 5120, 320)
+    layer(1024, 256, 8, 5120, 320, slots=1)
+    layer(16, 256, 8, 5120, 320, prepared=False)
+    layer(16, 32, 8, 5120, 2560, slots=1)
+    layer(5, 4, 2, 96, 96, dtype=torch.float16)
+    layer(5, 4, 2, 96, 96, prepared=False, dtype=torch.float16)
+
+
 def mxfp8():
     """Quantisation in each direction, and products at decode, in between and at training size."""
     from beam_moe.kernels import mxfp8 as q
@@ -264,7 +305,7 @@ def elementwise():
     silu_mul(empty(3, 34, dtype=torch.float32))
 
 
-GROUPS = {f.__name__: f for f in (router, moe_lora, grouped_lora, mxfp8, mxfp8_native, elementwise)}
+GROUPS = {f.__name__: f for f in (router, moe_lora, moe_lora_mxfp8, grouped_lora, mxfp8, mxfp8_native, elementwise)}
 
 
 def kernels() -> list[str]:
