@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from beam_moe import env
 from beam_moe.kernels import tuning
 from beam_moe.kernels.moe_lora.fused import _on_device
+from beam_moe.kernels.mxfp8.decode_block import settled
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
 from beam_moe.kernels.mxfp8.gemm import _descriptor
 from beam_moe.kernels.mxfp8.grouped import _group_of_tile, dequantize_groups, grouped_wgrad
@@ -80,7 +81,10 @@ class GroupedLoRAConfig:
 
 @triton.jit
 def _dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """``acc + a @ b`` in fp32, for bf16, fp16 or fp32 on either side; an fp32 operand keeps at least 16 bits."""
+    """``acc + a @ b`` in fp32, for bf16, fp16 or fp32 on either side; an fp32 operand keeps at least 16 bits.
+
+    Converted operands may lie in registers, which a loop's next step must not write before the products are through.
+    """
     if INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
     elif a.dtype == b.dtype and a.dtype != tl.float32:
@@ -88,13 +92,13 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
     elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
         high = b.to(tl.bfloat16)
         low = (b - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(a, high, tl.dot(a, low, acc))
+        return settled(tl.dot(a, high, tl.dot(a, low, acc)), False)
     elif a.dtype == tl.float32 and b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)
         low = (a - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(high, b, tl.dot(low, b, acc))
+        return settled(tl.dot(high, b, tl.dot(low, b, acc)), False)
     else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
+        return settled(tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3"), False)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles_m"])
