@@ -90,9 +90,9 @@ def weights_bf16(code, s, E5M2: tl.constexpr, SOFT: tl.constexpr):
 def settled(acc, SOFT: tl.constexpr):
     """``acc`` once the products that make it are through: needed after each step of a loop over decoded weights.
 
-    Hopper's matrix instructions read decoded weights from registers while they run. Triton (seen in 3.6) lets the last
-    ones of a step run on into the next step, which decodes into the same registers; long tiles then lose products. A
-    use of the sum inside the loop makes it wait. Costs nothing else: the move is not an instruction.
+    Hopper's matrix instructions read decoded weights from registers while they run. Triton (seen in 3.6 and 3.8) lets
+    the last ones of a step run on into the next step, which decodes into the same registers; long tiles then lose
+    products. A use of the sum inside the loop makes it wait. Costs nothing else: the move is not an instruction.
     """
     if SOFT:
         return acc
