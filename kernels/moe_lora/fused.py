@@ -39,6 +39,7 @@ from beam_moe.kernels.mxfp8.gemm import scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
+MAX_BLOCK_R = 32  # ranks of one step: with 64 a rank-64 bank faulted on an H200 (Triton 3.6.0), for a reason not found
 
 
 def _require(ok: bool, argument: str, wanted: str, got: object) -> None:
@@ -210,7 +211,7 @@ def _run(
     else:
         rank, na, slots = lora.rank, 1 if lora.one_a else 2, lora.slots
         shared_a, shared_b = lora.shared_a, lora.shared_b
-        tiles, block_r = triton.cdiv(inter, cfg.act_block_i), min(64, max(16, triton.next_power_of_2(rank)))
+        tiles, block_r = triton.cdiv(inter, cfg.act_block_i), min(MAX_BLOCK_R, max(16, triton.next_power_of_2(rank)))
         more = slots > 1 or rank > block_r
         (gate_a, up_a), (gate_b, up_b) = lora.gate_up_a, lora.gate_up_b
         w2_a, w2_b = lora.w2_a, lora.w2_b
