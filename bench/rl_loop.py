@@ -41,7 +41,7 @@ MODEL = {
     "final_logit_softcapping": 30.0, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": None},
 }  # fmt: skip
-EXPERTS = ["*.experts.*_proj.weight"]  # what is MXFP8 in that mode, on the wire and in the engine
+EXPERTS = ["*.experts.*_proj.weight"]  # what the MXFP8 wire carries quantised
 MODES = ("lora", "bf16", "mxfp8")
 VARIANTS = ("r3_off", "router_bf16", "head_bf16")
 
@@ -87,8 +87,8 @@ def random_weights(config: dict, seed: int = 0):
     yield "lm_head.weight", new(v, h, std=0.5 * h**-0.5)
 
 
-def write_checkpoints(folder: Path, mode: str) -> tuple[Path, Path]:
-    """The trainer's checkpoint and the engine's, which in MXFP8 mode has its experts quantised."""
+def write_checkpoints(folder: Path, wire: str = "bf16") -> tuple[Path, Path]:
+    """The trainer's checkpoint and the engine's, whose experts are quantised already for the MXFP8 wire."""
     from safetensors.torch import save_file
 
     trainer = folder / "trainer"
@@ -96,7 +96,7 @@ def write_checkpoints(folder: Path, mode: str) -> tuple[Path, Path]:
     tensors = dict(random_weights(MODEL))
     save_file(tensors, trainer / "model.safetensors", metadata={"format": "pt"})
     (trainer / "config.json").write_text(json.dumps(MODEL))
-    if mode != "mxfp8":
+    if wire != "mxfp8":
         return trainer, trainer
     import fnmatch
 
@@ -132,12 +132,14 @@ def engine(args: argparse.Namespace) -> None:
 
     from beam_moe.integrations.vllm.weight_sync import EXTENSION, AdapterSync, sync_weights
 
-    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank} if args.rank else {}
+    more = {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank} if args.rank else {}
+    if args.quantization:
+        more["quantization"] = args.quantization
     llm = LLM(
         model=args.model, skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=256, max_num_seqs=256,
         max_num_batched_tokens=4096, gpu_memory_utilization=args.memory, enable_prefix_caching=True,
         enable_return_routed_experts=True, hf_overrides={"head_dtype": "float32"}, worker_extension_cls=EXTENSION,
-        tensor_parallel_size=args.tp, compilation_config={"cudagraph_capture_sizes": [1, 8, 32, 128, 256]}, **lora,
+        tensor_parallel_size=args.tp, compilation_config={"cudagraph_capture_sizes": [1, 8, 32, 128, 256]}, **more,
     )  # fmt: skip
     adapter, request = AdapterSync("policy", 1), None
     with Client(args.socket, "AF_UNIX") as wire:
@@ -197,6 +199,8 @@ class Engine:
             "--rank", str(args.rank if args.mode == "lora" else 0), "--tp", str(args.engine_tp), "--memory",
             str(args.engine_memory),
         ]  # fmt: skip
+        if args.mode == "mxfp8" and args.wire == "bf16":
+            command += ["--quantization", "mxfp8"]
         self.process = subprocess.Popen(command, env=env)
         self.wire = listener.accept()
         assert self.wire.recv() == "ready"
@@ -273,7 +277,7 @@ class Trainer:
             "persist_layer_norm": False, "seq_length": PROMPT + args.new,
         }  # fmt: skip
         if args.mode == "mxfp8":
-            fields["quant_recipe"] = mxfp8_recipe(["*.experts.*"])
+            fields["quant_recipe"] = mxfp8_recipe(["*"] if args.wire == "bf16" else ["*.experts.*"])
         for name, value in fields.items():
             setattr(provider, name, value)
         if args.mode == "lora":
@@ -414,6 +418,8 @@ def train(args: argparse.Namespace) -> None:
     import torch.distributed as dist
     from rich.progress import Progress
 
+    if args.wire == "mxfp8" and args.mode != "mxfp8":
+        raise SystemExit("--wire mxfp8 goes with --mode mxfp8")
     args.lr = args.lr or {"lora": 3e-3, "bf16": 5e-4, "mxfp8": 5e-4}[args.mode]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available()
@@ -436,7 +442,7 @@ def train(args: argparse.Namespace) -> None:
     )
     model_parallel_cuda_manual_seed(0)
     folder = Path(args.folder)
-    paths = [write_checkpoints(folder, args.mode)] if rank == 0 else [None]
+    paths = [write_checkpoints(folder, args.wire)] if rank == 0 else [None]
     dist.broadcast_object_list(paths)
     trainer_path, engine_path = paths[0]
     host = Engine(args, folder, engine_path) if rank == 0 else None
@@ -454,7 +460,7 @@ def train(args: argparse.Namespace) -> None:
     def sync() -> bool:
         """Send what was trained; whether the engine's routers have the trainer's bits."""
         weights = WeightSource(
-            trainer.bridge, trainer.chunks, merge_adapters=False, mxfp8=EXPERTS if args.mode == "mxfp8" else ()
+            trainer.bridge, trainer.chunks, merge_adapters=False, mxfp8=EXPERTS if args.wire == "mxfp8" else ()
         )
         if args.mode == "lora":
             if not frozen:  # the router is not trained, and not sent: what the trainer holds, once
@@ -589,6 +595,10 @@ def main() -> None:
     t.add_argument("--lr", type=float, default=None)
     t.add_argument("--rank", type=int, default=16, help="of LoRA")
     t.add_argument("--shared-outer", action="store_true", help="share the adapters' outer factors over experts")
+    t.add_argument(
+        "--wire", choices=["bf16", "mxfp8"], default="bf16",
+        help="in MXFP8 mode: bf16 weights that the engine quantises (every linear), or experts already quantised",
+    )  # fmt: skip
     t.add_argument("--compare-every", type=int, default=5)
     t.add_argument("--pp", type=int, default=1)
     t.add_argument("--ep", type=int, default=1)
@@ -607,6 +617,7 @@ def main() -> None:
     e.add_argument("--rank", type=int, default=0)
     e.add_argument("--tp", type=int, default=1)
     e.add_argument("--memory", type=float, default=0.3)
+    e.add_argument("--quantization", default=None)
     e.set_defaults(run=engine)
     p = commands.add_parser("plot")
     p.add_argument("path", nargs="?", type=Path, default=ROOT / "bench/results/nvidia_h200/rl_loop.json")
