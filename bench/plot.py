@@ -6,6 +6,7 @@
 moe_decode_share.png     share of the read floor over tokens, ours and vLLM's
 moe_decode_launches.png  time of one layer by launch, ours beside vLLM's
 moe_decode_tax.png       what adapters cost over their rank
+vllm_decode.png          decode step of the real engine, stock kernels and ours, by batch
 """
 
 import sys
@@ -52,13 +53,13 @@ def plot_share(rows: list[dict], folder: Path) -> None:
         if not mine:
             continue
         axes.plot([r["tokens"] for r in mine], [100 * r["share"] for r in mine], f"C{i}o-", label=f"{label}: beam-moe")
-        peers = [r for r in mine if r["peer_us"]]
-        axes.plot(
-            [r["tokens"] for r in peers],
-            [100 * r["floor_us"] / r["peer_us"] for r in peers],
-            f"C{i}x:",
-            label=f"{label}: vLLM",
-        )
+        if peers := [r for r in mine if r["peer_us"]]:
+            axes.plot(
+                [r["tokens"] for r in peers],
+                [100 * r["floor_us"] / r["peer_us"] for r in peers],
+                f"C{i}x:",
+                label=f"{label}: vLLM",
+            )
     axes.set(xscale="log", xlabel="tokens", ylabel="share of the read floor, %", ylim=(0, 102), title=TITLE)
     tokens = sorted({r["tokens"] for r in pick(rows)})
     axes.set_xticks(tokens, [str(t) for t in tokens])
@@ -126,6 +127,33 @@ def plot_tax(rows: list[dict], folder: Path) -> None:
     finish(figure, folder / "moe_decode_tax.png")
 
 
+def plot_engine(rows: list[dict], folder: Path) -> None:
+    """us per layer of the engine's whole decode step."""
+    rows = [r for r in rows if r["arch"] == "beam" and r["base"] == "bf16" and (r["tp"], r["pp"]) == (1, 1)]
+    rows = [r for r in rows if not r["attention_adapter"]]
+    batches = sorted({r["batch"] for r in rows})
+    if not batches:
+        return
+    figure, axes = plt.subplots(figsize=(8, 4.4))
+    bars = [(k, a) for a in ("none", "per-expert", "shared-outer") for k in ("stock", "ours")]
+    for i, (kernels, adapters) in enumerate(bars):
+        mine = sorted(
+            (r for r in rows if r["kernels"] == kernels and r["adapters"] == adapters), key=lambda r: -r["lora_enabled"]
+        )
+        time = {r["batch"]: r["us_per_layer"] for r in mine}
+        here = [b for b in batches if b in time]
+        x = [batches.index(b) + (i - 2.5) * 0.14 for b in here]
+        color = plt.get_cmap("tab20")(2 * (i // 2) + (kernels == "stock"))
+        axes.bar(x, [time[b] for b in here], 0.13, color=color, label=f"{adapters}: {kernels}")
+    axes.set_xticks(range(len(batches)), [str(b) for b in batches])
+    axes.set(
+        xlabel="batch", ylabel="us per layer", title="vLLM 0.33 decode step, Beam, one rank of TP 8, bf16, 12 layers"
+    )
+    axes.legend(fontsize=8)
+    figure.text(0.01, 0.005, f"{rows[-1]['device']}, commit {rows[-1]['commit']}", fontsize=6)
+    finish(figure, folder / "vllm_decode.png")
+
+
 def main() -> None:
     folders = [Path(arg) for arg in sys.argv[1:]] or sorted((harness.ROOT / "bench" / "results").glob("*/"))
     for folder in folders:
@@ -133,6 +161,7 @@ def main() -> None:
             if pick(rows):
                 plot_share(rows, folder)
             plot_tax(rows, folder)
+        plot_engine(harness.read_rows(folder / "vllm_decode.json"), folder)
         plot_launches(harness.read_rows(folder / "moe_decode_launches.json"), folder)
 
 

@@ -108,7 +108,39 @@ def prefill() -> str:
     return table(columns, lines, rows)
 
 
+def engine() -> str:
+    """The real engine on Beam, bf16: stock kernels and ours by batch, and what ours gains."""
+    rows = rows_of("vllm_decode", arch="beam", base="bf16", tp=1, pp=1, attention_adapter=False)
+    times = {
+        (row["batch"], row["kernels"], row["adapters"]): row
+        for row in sorted(rows, key=lambda r: r["lora_enabled"], reverse=True)  # an engine without LoRA, where measured
+    }
+    if not times:
+        return NONE
+    columns = ["batch", "experts read", "stock, no adapter", "stock, per-expert", "stock, shared-outer"]
+    columns += ["ours, no adapter", "ours, per-expert", "ours, shared-outer"]
+    columns += [
+        "per-expert over stock",
+        "shared-outer over stock per-expert",
+        "shared-outer over stock without adapter",
+    ]
+    lines = []
+    for batch in sorted({batch for batch, *_ in times}, reverse=True):
+        here = [times.get((batch, k, a), {}) for k in ("stock", "ours") for a in ("none", "per-expert", "shared-outer")]
+        line = [str(batch), str(next(row["distinct_experts"] for row in here if row))]
+        line += [us(row.get("us_per_layer")) for row in here]
+        for row, key in (
+            (here[4], "ratio_to_stock_lora"),
+            (here[5], "ratio_to_stock_lora"),
+            (here[5], "ratio_to_stock_base"),
+        ):
+            line.append("-" if row.get(key) is None else f"x{row[key]:.2f}")
+        lines.append(line)
+    return table(columns, lines, list(times.values()))
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "vllm_decode": engine,
     "moe_decode_beam": lambda: decode("beam-1.0", 8, "bf16"),
     "moe_decode_beam_mxfp8": lambda: decode("beam-1.0", 8, "mxfp8"),
     "moe_decode_qwen3": lambda: decode("qwen3-30b-a3b", 1, "bf16"),
