@@ -7,7 +7,7 @@
 ``curves`` trains the Beam of ``rl_loop.py`` on sequences of a random second-order Markov chain over 64 tokens, from one
 random checkpoint, with the distributed optimizer: in bf16, with MXFP8 experts, with every linear in MXFP8, and with
 LoRA on bf16 and MXFP8 bases. ``layer`` times the experts of one rank of Beam (32 of 256 experts, hidden 5120,
-intermediate 2560) as megatron-core calls them: its own sequential experts, Transformer Engine's grouped GEMM where it is
+intermediate 2560) as megatron-core calls them: its own sequential ones, Transformer Engine's grouped GEMM where it is
 there, and ours. Needs megatron-core 0.19.2 and megatron-bridge 0.6.2.
 """
 

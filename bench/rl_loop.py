@@ -25,6 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -202,8 +203,14 @@ class Engine:
         if args.mode == "mxfp8" and args.wire == "bf16":
             command += ["--quantization", "mxfp8"]
         self.process = subprocess.Popen(command, env=env)
-        self.wire = listener.accept()
-        assert self.wire.recv() == "ready"
+        accepted: list = []
+        threading.Thread(target=lambda: accepted.append(listener.accept()), daemon=True).start()
+        while not accepted:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"engine: exited with {self.process.returncode} before it was ready")
+            time.sleep(0.2)
+        (self.wire,) = accepted
+        self.wire.recv()  # sent when the model is loaded
 
     def ask(self, what: str, *given):
         self.wire.send((what, *given))
@@ -332,8 +339,12 @@ class Trainer:
         return torch.cat(found) if found else None
 
     def update(self, batch) -> float:
-        """One optimizer step on a rollout; the gradient norm."""
+        """One optimizer step on a rollout, shared out over data parallel ranks; the gradient norm."""
         import torch
+        from megatron.core import parallel_state
+
+        share, number = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        batch = {name: t.chunk(share)[number] for name, t in batch.items()}
 
         def loss(logp, rows):
             ratio = (logp - batch["logprobs"][rows]).exp()

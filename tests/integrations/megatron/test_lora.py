@@ -269,3 +269,43 @@ def test_our_kernels_give_the_same_gradients(ranks, kind):
     assert last == 7
     for name, one, other in zip(("y", "dx", "da", "db"), apart, together):
         assert_close(f"MXFP8 base, {name}", one, other, 1e-5)
+
+
+def checkpointed(folder, kind, where, ep=1, save=False):
+    """Write the adapters' factors to a distributed checkpoint, or read them into adapters of other values."""
+    import megatron_ranks as m
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    path = m.checkpoint(m.reference(), folder / "hf")
+    _, _, chunks = m.load(path, ep=ep, hooks=[_lora(kind)])
+    state = m.inner(chunks[0]).sharded_state_dict()
+    state = {k: v for k, v in state.items() if ".adapter." in k and ".experts." in k}
+    factors = {n: p for n, p in m.inner(chunks[0]).named_parameters() if ".adapter." in n and ".experts." in n}
+    assert state.keys() == factors.keys()
+    if save:
+        dist_checkpointing.save(state, where)
+    else:
+        for p in factors.values():
+            p.data.fill_(7.0)
+        for name, loaded in dist_checkpointing.load(state, where).items():
+            factors[name].data.copy_(loaded)
+    whole = {}
+    for name, p in factors.items():
+        parts = [p.detach().clone()]
+        if ep > 1 and p.dim() == 3:
+            parts = [torch.empty_like(parts[0]) for _ in range(ep)]
+            dist.all_gather(parts, p.detach().contiguous())
+        whole[name] = torch.cat(parts)
+    return whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapter_checkpoint_from_ep2_to_one_rank(ranks, kind, tmp_path):
+    where = tmp_path / "distributed"
+    where.mkdir()
+    saved, again = ranks("checkpointed", 2, kind=kind, where=str(where), ep=2, save=True)
+    (loaded,) = ranks("checkpointed", 1, kind=kind, where=str(where))
+    assert saved.keys() == loaded.keys() and len(saved) == 2 * 2 * 3
+    for name, t in saved.items():
+        assert torch.equal(t, again[name]) and torch.equal(t, loaded[name]), name
