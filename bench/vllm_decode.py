@@ -27,6 +27,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -514,7 +515,7 @@ def main() -> int:
     parser.add_argument("--jit-warmup", action="store_true", help="compile every size first, as a served engine does")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a cell may take")
     parser.add_argument("--budget", type=float, default=570, help="seconds after which no cell is started")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/beam_moe_vllm_decode"))
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "beam_moe_vllm_decode")
     parser.add_argument("--report", action="store_true", help="print the tables of the committed results")
     opts = parser.parse_args()
     importable(opts.work)
