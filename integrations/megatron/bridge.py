@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MODULE_KINDS = {
     "BeamTopKRouter": "replicated",
     "BeamRMSNorm": "replicated",
+    "BeamQKNorm": "replicated",
     "BeamOutputLayer": "column",
     "MXFP8ColumnParallelLinear": "column",
     "MXFP8LayerNormColumnParallelLinear": "column",

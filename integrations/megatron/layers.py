@@ -38,6 +38,17 @@ class BeamRMSNorm(torch.nn.Module):
         return (self.weight * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
 
 
+class BeamQKNorm(BeamRMSNorm):
+    """`BeamRMSNorm` of queries and keys, its rounded result held in fp32.
+
+    megatron-core's RoPE computes, cosines included, in the type of its input: with this it is Beam's, in fp32. The
+    attention rounds afterwards.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float()
+
+
 class SwiGLU(torch.nn.Module):
     """``silu(gate) * up`` of ``(..., 2 I)`` with the gate first: in fp32, one rounding to the input's dtype."""
 
@@ -218,6 +229,7 @@ class BeamCoreAttention(MegatronModule):
             )
         if _is_full_attention(self.config, self.layer_number):
             query = scale_queries(query, packed_seq_params)
+        query, key = query.to(value.dtype), key.to(value.dtype)
         if packed_seq_params is None:
             q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
             out = self._attend(q, k, v, attention_mask)

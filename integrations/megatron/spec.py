@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from beam_moe.integrations.megatron.compat import has_transformer_engine
 from beam_moe.integrations.megatron.layers import (
     BeamCoreAttention,
+    BeamQKNorm,
     BeamRMSNorm,
     BeamSelfAttention,
     BeamTopKRouter,
@@ -161,5 +162,7 @@ def get_beam_layer_spec(config, vp_stage: int | None = None, *, use_transformer_
         parts = one.submodules
         parts.self_attention.module = BeamSelfAttention
         parts.self_attention.submodules.core_attention = attention
+        if not te:
+            parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = BeamQKNorm
         parts.mlp = _place(parts.mlp, router=BeamTopKRouter)
     return spec

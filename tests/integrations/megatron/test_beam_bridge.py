@@ -59,3 +59,49 @@ def test_reference_is_transformers_beam(ranks):
         pytest.skip("this transformers has no Beam")
     ((ours, theirs),) = ranks("transformers_beam")
     assert_close("logits", theirs, ours, 1e-5)
+
+
+def bf16(folder):
+    """Mean |log p| error in bf16 of Megatron and of transformers, both through the fp32 reference's experts."""
+    import megatron_ranks as m
+    from transformers import BeamForCausalLM
+    from transformers.models.beam.modeling_beam import BeamTopKRouter
+
+    from beam_moe.integrations.megatron import replay
+
+    ref = m.reference(sliding_window=64)
+    path = m.checkpoint(ref, folder / "hf")
+    with torch.no_grad():
+        for name, p in ref.named_parameters():
+            if ".mlp.gate." not in name:
+                p.copy_(p.bfloat16())
+        ids = m.tokens(2, 64)
+        want = ref(ids).log_softmax(-1)
+    sparse = [i for i, layer in enumerate(ref.model.layers) if hasattr(layer.mlp, "ids")]
+    routes = torch.zeros(2, 64, 4, 4, dtype=torch.long)
+    for i in sparse:
+        routes[:, :, i] = ref.model.layers[i].mlp.ids.view(2, 64, 4)
+    _, _, chunks = m.load(path, dtype=torch.bfloat16, moe_enable_routing_replay=True, seq_length=64)
+    replay.set_routes(chunks[0], routes)
+    ours = m.run(chunks, ids).float().log_softmax(-1)
+    theirs = BeamForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    gates = [x for x in theirs.modules() if isinstance(x, BeamTopKRouter)]
+    for i, gate in zip(sparse, gates):
+        chosen = routes[:, :, i].flatten(0, 1)
+
+        def forward(hidden, own=gate.forward, given=chosen):
+            logits, _, _ = own(hidden)
+            scores = logits.sigmoid().gather(1, given)
+            return logits, scores / (scores.sum(-1, keepdim=True) + 1e-20), given
+
+        gate.forward = forward
+    with torch.no_grad():
+        other = theirs(ids).logits.float().log_softmax(-1)
+    return [float((y - want).abs().mean()) for y in (ours, other)]
+
+
+def test_bf16_rounds_no_more_than_transformers(ranks):
+    if importlib.util.find_spec("transformers.models.beam") is None:
+        pytest.skip("this transformers has no Beam")
+    ((ours, theirs),) = ranks("bf16")
+    assert 1e-4 < ours < 1.15 * theirs, (ours, theirs)
