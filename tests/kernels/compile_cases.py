@@ -320,6 +320,22 @@ def kernels() -> list[str]:
     return sorted(found)
 
 
+def running_on(ttgir: str) -> int:
+    """Matrix instructions that read a register operand and may still run when the next step overwrites it.
+
+    Each such ``warp_group_dot`` has its wait behind it; a wait for all but a few lets them run on.
+    """
+    found, reads_registers = 0, False
+    for line in ttgir.splitlines():
+        if "warp_group_dot %" in line:
+            reads_registers = re.search(r": tensor<[^>]*dot_op", line) is not None
+        elif "warp_group_dot_wait" in line:
+            pending = re.search(r"pendings = (\d+)", line)
+            found += reads_registers and pending is not None and int(pending[1]) > 0
+            reads_registers = False
+    return found
+
+
 def main() -> int:
     arch, groups = int(sys.argv[1]), sys.argv[2:] or list(GROUPS)
     failed = 0
@@ -338,6 +354,7 @@ def main() -> int:
             target = next(line.split()[1] for line in ptx.splitlines() if line.startswith(".target"))
             products = sorted(set(re.findall(r"tcgen05\.mma[\w.:]*|wgmma\.mma_async|mma\.sync", ptx)))
             row = {"group": group, "kernel": name, "target": target, "shared": kernel.metadata.shared, "mma": products}
+            row["running_on"] = running_on(kernel.asm["ttgir"])
             print(json.dumps({**row, "seconds": round(seconds, 2)}))
     print(json.dumps({"triton": triton.__version__, "kernels": kernels()}))
     return failed

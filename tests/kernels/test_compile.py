@@ -41,6 +41,8 @@ def test_every_kernel_compiles_for_sm_90a(triton, tmp_path):
     assert {row["target"] for row in compiled} == {"sm_90a"}
     over = [row for row in compiled if row["shared"] > 232448]
     assert not over, f"more shared memory than an H200 has: {over}"
+    running_on = [row for row in compiled if row["running_on"]]
+    assert not running_on, f"products of one step may read what the next one decodes (`settled`): {running_on}"
     if triton == "oldest":
         assert inventory["triton"] == "3.6.0"
     missing = set(inventory["kernels"]) - {row["kernel"] for row in compiled} - NOT_ON_HOPPER
