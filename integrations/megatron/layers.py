@@ -254,10 +254,12 @@ def _full_fp32():
     if precision != "tf32" if precision is not None else not matmul.allow_tf32:
         yield
         return
+    setting: tuple[str, object, object]
     try:
-        name, exact, before = "allow_tf32", False, matmul.allow_tf32
+        setting = ("allow_tf32", False, matmul.allow_tf32)
     except RuntimeError:
-        name, exact, before = "fp32_precision", "ieee", precision
+        setting = ("fp32_precision", "ieee", precision)
+    name, exact, before = setting
     setattr(matmul, name, exact)
     try:
         yield
