@@ -7,8 +7,8 @@
     plan      topk_ids [, x]                blocks of rows          plan.py      (none for few tokens)
     gate_up   W13, A13, x                   g | u, t                gate_up.py
     activate  g | u, t, B13, A2             h, s                    activate.py
-    down      W2, B2, h, s                  y                       down.py
-    combine   y, topk_weights [, B2, s]     out                     combine.py
+    down      W2, B2, h, s                  y [, v]                 down.py
+    combine   y, topk_weights [, B2, v]     out                     combine.py
 
 At decode the layer is bound by reading weights, so each expert's weights and factors are read once for all the rows
 that chose it, and each launch starts while the one before drains. Weights in MXFP8 are decoded on their way
