@@ -68,6 +68,8 @@ def kernels(model: str, tp: int, ep: int, device: str | None) -> list[list[Any]]
     from beam_moe.kernels.tuning import lookup
 
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        raise ValueError(f"doctor: model must be a folder with config.json, or the file, got {model!r}")
     raw = json.loads(path.read_text())
     try:
         config = BeamMoEConfig.from_hf(raw)
@@ -141,9 +143,17 @@ def doctor(
         rows = [[s.symbol, s.kind, s.why, s.until] for s in seams.SEAMS]
         _table(f"vLLM {seams.installed_version()}: seams in use", ["symbol", "kind", "why", "can go when"], rows)
     if model is not None:
-        _table(f"Kernels for {model}", ["layers of a rank", "served by", "why"], kernels(model, tp, ep, device))
+        try:
+            rows = kernels(model, tp, ep, device)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        _table(f"Kernels for {model}", ["layers of a rank", "served by", "why"], rows)
     if url is not None:
-        for rank, worker in enumerate(ask(url)):
+        try:
+            workers = ask(url)
+        except OSError as error:
+            raise typer.BadParameter(f"doctor: no answer from {url!r}: {error}") from error
+        for rank, worker in enumerate(workers):
             rows = [
                 [r["layer"], r["experts"], r["ours_up_to_tokens"], r["lora"], r["reason"]] for r in worker["layers"]
             ]

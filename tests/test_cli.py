@@ -92,3 +92,16 @@ def test_report_of_a_running_server():
         server.shutdown()
     assert asked == [("/collective_rpc", {"method": "beam_moe_report"})]
     assert "model.layers.3.mlp.experts" in out and "EPLB moves its experts" in out and "fallback" in out
+
+
+@pytest.mark.parametrize(
+    "args, named",
+    [
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
+    ],
+)
+def test_doctor_names_what_it_cannot_read(args, named):
+    """A usage error that names the value, not a traceback."""
+    result = CliRunner().invoke(cli.app, ["doctor", *args], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and named in result.output, result.output
