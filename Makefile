@@ -83,6 +83,7 @@ format: .venv/.stamp
 
 test-gpu: gpu-python
 	@python=$(GPU_PYTHON)
+	"$$python" -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch sees no GPU")'
 	report=bench/results/$$("$$python" -c 'from beam_moe.kernels.tuning import device_folder; print(device_folder())')/test_gpu.txt
 	mkdir -p "$$(dirname "$$report")"
 	"$$python" -c 'import platform, torch, triton; print(torch.cuda.get_device_name(), "python", platform.python_version(), "torch", torch.__version__, "triton", triton.__version__)' | tee "$$report"

@@ -356,7 +356,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("harness.py: name the result files to merge")
     for given in map(Path, sys.argv[1:]):
+        if not given.is_file():
+            sys.exit(f"harness.py: no such file: {given}")
         target = ROOT / "bench" / "results" / given.resolve().parent.name / given.name
         _merge(target, read_rows(given))
         print(f"{given} -> {target.relative_to(ROOT)}")

@@ -581,7 +581,7 @@ def run_interpreter() -> int:
             except harness.WrongResult as failure:
                 wrong += 1
                 table.append((*what, None, str(failure)))
-    title = "No GPU: a small Beam layer in Triton's interpreter, fp16, against the fp32 reference"
+    title = "No GPU: a small Beam layer in Triton's interpreter, fp16 in place of bf16, against the fp32 reference"
     harness.print_table(title, ("base", "layout", "routing", "tokens", "error", f"limit {LIMIT:.0e}"), table)
     print_floors()
     return wrong

@@ -523,7 +523,12 @@ def main() -> int:
     if opts.report:
         import harness
 
-        report(with_ratios(harness.read_rows(harness.results_path("vllm_decode"))))
+        path = harness.results_path("vllm_decode")
+        rows = harness.read_rows(path)
+        if not rows:
+            print(f"no results in {path}; BEAM_MOE_RESULTS names another folder")
+            return 1
+        report(with_ratios(rows))
         return 0
     if not opts.cell:
         return run_ladder(opts)
