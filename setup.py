@@ -31,8 +31,8 @@ setup(
     packages=[p for name, folder in SOURCES.items() for p in (name, *(f"{name}.{s}" for s in find_packages(folder)))],
     package_data={"beam_moe": ["py.typed"], "beam_moe.kernels": ["configs/*/*.json"]},
     install_requires=[
-        "torch>=2.7",
-        "triton>=3.3; platform_system == 'Linux'",
+        "torch>=2.11",
+        "triton>=3.6; platform_system == 'Linux'",
         "safetensors>=0.4.3",
         "rich>=13",
         "typer>=0.12",
