@@ -351,7 +351,10 @@ def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring) -> tup
         raise ValueError(f"{op}: scoring must be one of {', '.join(SCORING)}, got {scoring!r}")
     if (n_group is None) != (topk_group is None):
         raise ValueError(f"{op}: n_group and topk_group go together, got {n_group} and {topk_group}")
-    n_group, topk_group = n_group or 1, topk_group or 1
+    n_group, topk_group = (1, 1) if n_group is None else (n_group, topk_group)
+    for name, value in (("top_k", top_k), ("n_group", n_group), ("topk_group", topk_group)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{op}: {name} must be an integer, got {value!r}")
     if n_group < 1 or experts % n_group:
         raise ValueError(f"{op}: n_group must divide the {experts} experts, got {n_group}")
     if not 1 <= topk_group <= n_group:
@@ -373,6 +376,8 @@ def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring) -> tup
 
 
 def _check_matrix(op: str, name: str, t: torch.Tensor) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise ValueError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
     if not (t.is_cuda or _INTERPRETED):
         raise ValueError(f"{op}: {name} must be on a GPU (or set TRITON_INTERPRET=1), got {t.device}")
     if t.dim() != 2:
@@ -385,6 +390,8 @@ def _check_matrix(op: str, name: str, t: torch.Tensor) -> None:
 
 def _check_device(op: str, like: torch.Tensor, **others: torch.Tensor | None) -> None:
     for name, t in others.items():
+        if t is not None and not isinstance(t, torch.Tensor):
+            raise ValueError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
         if t is not None and t.device != like.device:
             raise ValueError(f"{op}: {name} must be on {like.device}, got {t.device}")
 

@@ -179,8 +179,9 @@ def test_write_slot_refuses_what_does_not_fit():
 def test_zeros_wants_a_shard():
     with pytest.raises(ValueError, match="shard needs hidden"):
         ExpertLoRA.zeros(1, object(), 4)
-    with pytest.raises(ValueError, match="slots and rank"):
-        ExpertLoRA.zeros(1, SHARD, 0)
+    for slots, rank, message in ((1, 0, "rank .* got 0"), (1.5, 4, "slots .* got 1.5"), (True, 4, "slots .* got True")):
+        with pytest.raises(ValueError, match=f"ExpertLoRA.zeros: {message}"):
+            ExpertLoRA.zeros(slots, SHARD, rank)
 
 
 def test_slot_is_a_view_and_to_keeps_one_a():

@@ -191,12 +191,13 @@ class ExpertLoRA:
         """
         try:
             h, i, e = int(shard.hidden), int(shard.intermediate), int(shard.num_experts)  # type: ignore[attr-defined]
-        except AttributeError as error:
+        except (AttributeError, TypeError) as error:
             raise ValueError(
                 f"ExpertLoRA.zeros: shard needs hidden, intermediate and num_experts, got {shard!r}"
             ) from error
-        if slots < 1 or rank < 1:
-            raise ValueError(f"ExpertLoRA.zeros: slots and rank must be at least 1, got {slots} and {rank}")
+        for name, value in (("slots", slots), ("rank", rank)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"ExpertLoRA.zeros: {name} must be an integer of at least 1, got {value!r}")
         outer = 1 if shared_outer else e
 
         def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:

@@ -18,6 +18,7 @@ that chose it, and each launch starts while the one before drains. Weights in MX
 from __future__ import annotations
 
 import functools
+import math
 import os
 from typing import Any
 
@@ -70,7 +71,7 @@ def _mxfp8(name: str, w: MXFP8Tensor, device: torch.device) -> None:
         _require(w.rows.device == device, f"{name}.rows", f"on x's device {device}", w.rows.device)
 
 
-def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out) -> None:
+def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, config) -> None:
     _require(isinstance(x, torch.Tensor), "x", "a tensor", type(x).__name__)
     device = x.device
     _tensor("x", x, 2, DTYPES, device)
@@ -86,6 +87,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out) 
     tokens, hidden = x.shape
     experts, inter = w2.shape[0], w2.shape[2]
     _require(1 <= experts <= MAX_EXPERTS, "w2", f"of 1 to {MAX_EXPERTS} experts", experts)
+    _require(hidden >= 1 and inter >= 1, "w2", "of H and I from 1 up", tuple(w2.shape))
     _require(w2.shape[1] == hidden, "w2", f"(E, H={hidden}, I) to fit x", tuple(w2.shape))
     _require(
         tuple(w13.shape) == (experts, 2 * inter, hidden), "w13", f"{(experts, 2 * inter, hidden)}", tuple(w13.shape)
@@ -105,6 +107,12 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out) 
     if out is not None:
         _tensor("out", out, 2, (x.dtype,), device)
         _require(out.shape == x.shape, "out", f"{tuple(x.shape)}", tuple(out.shape))
+        apart = tokens <= 1 or out.stride(0) >= hidden
+        _require(apart, "out", f"of rows that do not overlap (a row has {hidden} elements)", f"strides {out.stride()}")
+    number = isinstance(routed_scaling, (int, float)) and math.isfinite(routed_scaling)
+    _require(number, "routed_scaling", "a finite number", repr(routed_scaling))
+    if config is not None:
+        _require(isinstance(config, MoEConfig), "config", "a MoEConfig", type(config).__name__)
     if lora_ids is not None:
         _tensor("lora_ids", lora_ids, 1, (torch.int32,), device)
         _require(lora_ids.shape[0] == tokens, "lora_ids", f"({tokens},)", tuple(lora_ids.shape))
@@ -291,8 +299,8 @@ def fused_moe(
         lora_ids: (T,) int32, the slot of each token; one outside 0..L-1, disabled or of rank 0 leaves the row its bare
             result, bit for bit that of a call without ``lora``.
         expert_map: (E_global,) int32, global expert to local one, -1 for another rank's.
-        routed_scaling: factor on the sum over experts.
-        out: (T, H) as x, written in full (zeros where no id is valid); made if absent.
+        routed_scaling: factor on the sum over experts, a finite number.
+        out: (T, H) as x, written in full (zeros where no id is valid); made if absent. Its rows must not overlap.
         workspace: see `moe_workspace`; with ``out`` and it nothing is allocated. Without, the intermediates are
             `torch.empty` of this call, as they always are under ``torch.compile`` (`torch_ops.py`).
         config: launch parameters; by default `MoEConfig.pick`, which looks at the shape alone, as it does always under
@@ -323,7 +331,7 @@ def fused_moe(
 def _fused_moe(
     x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config
 ) -> torch.Tensor:
-    _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, out)
+    _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, config)
     if workspace is not None:
         _require(isinstance(workspace, Workspace), "workspace", "a Workspace", type(workspace).__name__)
         where = workspace.buffer.device

@@ -136,12 +136,15 @@ def moe_workspace(max_tokens: int, top_k: int, shard: Any, max_rank: int, device
         ValueError: an argument out of range, or a shard without those attributes.
     """
     for name, value, least in (("max_tokens", max_tokens, 1), ("top_k", top_k, 1), ("max_rank", max_rank, 0)):
-        if not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"moe_workspace: {name} must be an integer of at least {least}, got {value!r}")
     try:
         hidden, inter, experts = int(shard.hidden), int(shard.intermediate), int(shard.num_experts)
-    except AttributeError as error:
+    except (AttributeError, TypeError) as error:
         raise ValueError(f"moe_workspace: shard needs hidden, intermediate and num_experts, got {shard!r}") from error
+    for name, size in (("hidden", hidden), ("intermediate", inter), ("num_experts", experts)):
+        if size < 1:
+            raise ValueError(f"moe_workspace: shard's {name} must be at least 1, got {size}")
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

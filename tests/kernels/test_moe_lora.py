@@ -497,6 +497,12 @@ def test_a_workspace_that_is_too_small_is_refused(device):
         ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
         ({"max_rank": -1}, "max_rank must be an integer of at least 0, got -1"),
         ({"shard": object()}, "shard needs hidden, intermediate and num_experts"),
+        ({"shard": SimpleNamespace(hidden=48, intermediate=None, num_experts=4)}, "shard needs hidden"),
+        (
+            {"shard": SimpleNamespace(hidden=48, intermediate=0, num_experts=4)},
+            "shard's intermediate must be at least 1",
+        ),
+        ({"max_tokens": True}, "max_tokens must be an integer of at least 1, got True"),
     ],
 )
 def test_moe_workspace_refuses(changed, message):
@@ -528,6 +534,12 @@ def split_strides(args):
 
 REFUSED = {
     "x-type": ("x", lambda a: [1.0], "x must be a tensor, got list"),
+    "scaling-nan": ("routed_scaling", lambda a: float("nan"), "routed_scaling must be a finite number, got nan"),
+    "scaling-str": ("routed_scaling", lambda a: "2", "routed_scaling must be a finite number, got '2'"),
+    "scaling-none": ("routed_scaling", lambda a: None, "routed_scaling must be a finite number, got None"),
+    "config-type": ("config", lambda a: "x", "config must be a MoEConfig, got str"),
+    "out-one-row": ("out", lambda a: a["x"][:1].expand_as(a["x"]), "out must be of rows that do not overlap"),
+    "no-inter": ("w2", lambda a: a["w2"][:, :, :0], "w2 must be of H and I from 1 up"),
     "x-dims": ("x", lambda a: a["x"][0], r"x must be a tensor of 2 dimensions, got shape \(48,\)"),
     "x-fp32": ("x", lambda a: a["x"].float(), "x must be torch.bfloat16 or torch.float16, got torch.float32"),
     "x-fp8": ("x", lambda a: a["x"].to(torch.float8_e4m3fn), "x must be .*, got torch.float8_e4m3fn"),
