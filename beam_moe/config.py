@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -109,7 +111,13 @@ def _read(source: Any) -> dict[str, Any]:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             _fail("BeamMoEConfig.from_hf", "config", f"a path or one of {', '.join(MODELS)}", str(source))
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"BeamMoEConfig.from_hf: config must be JSON, got {str(path)!r} ({error})") from error
+        if not isinstance(read, dict):
+            _fail("BeamMoEConfig.from_hf", "config", "a JSON object", read)
+        return read
     if hasattr(source, "to_dict"):
         return dict(source.to_dict())
     if hasattr(source, "__dict__"):
@@ -133,13 +141,25 @@ def _first(raw: Mapping[str, Any], field: str) -> Any:
     return None
 
 
+def _whole(name: str, value: Any) -> int:
+    """A whole number, in whatever type a configuration or a library holds it."""
+    try:
+        number = int(value)
+        if not isinstance(value, bool) and (isinstance(value, str) or number == value):
+            return number
+    except (TypeError, ValueError, OverflowError):
+        pass
+    _fail("BeamMoEConfig.from_hf", name, "an integer", value)
+
+
 def _sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     """Which layers are sparse, from whichever of the five ways in use the configuration says it."""
     types = raw.get("mlp_layer_types")
     if isinstance(types, str):  # "3 x dense, then 49 x sparse"
         types = [kind for n, kind in re.findall(r"(\d+) x (dense|sparse)", types) for _ in range(int(n))]
     if types is not None:
-        if len(types) != layers or not set(types) <= {"dense", "sparse"}:
+        words = isinstance(types, (list, tuple)) and all(t in ("dense", "sparse") for t in types)
+        if not words or len(types) != layers:
             _fail("BeamMoEConfig.from_hf", "mlp_layer_types", f"{layers} times 'dense' or 'sparse'", types)
         return tuple(t == "sparse" for t in types)
     freq = raw.get("moe_layer_freq")
@@ -147,11 +167,18 @@ def _sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
         if len(freq) != layers:
             _fail("BeamMoEConfig.from_hf", "moe_layer_freq", f"{layers} entries", freq)
         return tuple(bool(f) for f in freq)
-    first = int(raw.get("first_k_dense_replace") or raw.get("moe_layer_start_index") or 0)
-    last = int(raw.get("moe_layer_end_index") or layers - 1)
-    every = int(freq or 1)
-    step = int(raw.get("decoder_sparse_step") or raw.get("moe_layer_interval") or 1)
-    dense = set(raw.get("mlp_only_layers") or ())
+
+    def number(default: int, *names: str) -> int:
+        return next((_whole(name, raw[name]) for name in names if raw.get(name)), default)
+
+    first = number(0, "first_k_dense_replace", "moe_layer_start_index")
+    end = raw.get("moe_layer_end_index")
+    last = layers - 1 if end is None or end == -1 else _whole("moe_layer_end_index", end)  # -1: the last layer
+    every, step = number(1, "moe_layer_freq"), number(1, "decoder_sparse_step", "moe_layer_interval")
+    only = raw.get("mlp_only_layers") or ()
+    if not isinstance(only, (list, tuple)):
+        _fail("BeamMoEConfig.from_hf", "mlp_only_layers", "a list of layers", only)
+    dense = {_whole("mlp_only_layers", i) for i in only}
     if raw.get("model_type") == "beam" and "first_k_dense_replace" not in raw:
         first = 3  # the default of transformers' BeamConfig
     return tuple(
@@ -203,6 +230,8 @@ class BeamMoEConfig:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 _fail("BeamMoEConfig", field, "a positive integer", value)
+        if not (isinstance(self.routed_scaling, (int, float)) and math.isfinite(self.routed_scaling)):
+            _fail("BeamMoEConfig", "routed_scaling", "a finite number", self.routed_scaling)
         if self.top_k > self.num_experts:
             _fail("BeamMoEConfig", "top_k", f"at most num_experts {self.num_experts}", self.top_k)
         if not any(self.sparse):
@@ -260,27 +289,34 @@ class BeamMoEConfig:
             if found[field] is None:
                 _fail("BeamMoEConfig.from_hf", "config", f"given one of {NAMES[field]}", sorted(raw)[:40])
 
-        layers = int(found["num_layers"])
+        found = {field: None if value is None else _whole(field, value) for field, value in found.items()}
+        layers = found["num_layers"]
         groups = found["n_group"] if (found["n_group"] or 1) > 1 else None
+        factor = raw.get("routed_scaling_factor")
+        if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
+            _fail("BeamMoEConfig.from_hf", "routed_scaling_factor", "a number", factor)
+        unknown = set(overrides) - {field.name for field in dataclass_fields(cls)}
+        if unknown:
+            _fail("BeamMoEConfig.from_hf", "overrides", "fields of this class", sorted(unknown))
         biased = model_type in SIGMOID_WITH_BIAS or raw.get("topk_method") == "noaux_tc"
         shared = found["shared_experts"]
         if shared is None:
             shared = 1 if raw.get("shared_expert_intermediate_size") else 0
         sparse = _sparse_layers(raw, layers)
         fields: dict[str, Any] = {
-            "hidden": int(found["hidden"]),
-            "intermediate": int(found["intermediate"]),
-            "num_experts": int(found["num_experts"]),
-            "top_k": int(found["top_k"]),
+            "hidden": found["hidden"],
+            "intermediate": found["intermediate"],
+            "num_experts": found["num_experts"],
+            "top_k": found["top_k"],
             "sparse": sparse,
             "scoring": str(raw.get("scoring_func") or ("sigmoid" if biased else "softmax")),
-            "n_group": int(groups) if groups else None,
-            "topk_group": int(found["topk_group"] or 1) if groups else None,
+            "n_group": groups,
+            "topk_group": (found["topk_group"] or 1) if groups else None,
             "renormalize": bool(raw.get("norm_topk_prob", model_type in RENORMALIZES)),
-            "routed_scaling": float(raw.get("routed_scaling_factor") or 1.0),
+            "routed_scaling": 1.0 if factor is None else float(factor),
             "correction_bias": biased,
             "dense_intermediate": None if all(sparse) else raw.get("intermediate_size"),
-            "shared_experts": int(shared),
+            "shared_experts": shared,
             "model_type": model_type,
             "experts_path": f"model.layers.{{layer}}.{BLOCK.get(model_type, 'mlp')}.experts",
             "projections": ("w1", "w3", "w2") if model_type in W_NAMES else ("gate_proj", "up_proj", "down_proj"),

@@ -150,6 +150,51 @@ def test_a_bad_configuration_is_named(change, message):
         BeamMoEConfig.from_hf({**QWEN, **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 2048.5}, "hidden must be an integer, got 2048.5"),
+        ({"hidden_size": [2048]}, r"hidden must be an integer, got \[2048\]"),
+        ({"hidden_size": True}, "hidden must be an integer, got True"),
+        ({"n_group": "two"}, "n_group must be an integer, got 'two'"),
+        ({"mlp_layer_types": 5}, "mlp_layer_types must be 48 times"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of layers, got 1"),
+        ({"moe_layer_freq": "x"}, "moe_layer_freq must be an integer, got 'x'"),
+        ({"routed_scaling_factor": "x"}, "routed_scaling_factor must be a number, got 'x'"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling must be a finite number, got nan"),
+    ],
+)
+def test_a_value_of_another_type_is_named_not_rounded(change, message):
+    with pytest.raises(ValueError, match=f"BeamMoEConfig(.from_hf)?: {message}"):
+        BeamMoEConfig.from_hf({**MODELS["qwen3-30b-a3b"], **change})
+
+
+def test_the_last_sparse_layer_may_be_minus_one_or_zero():
+    """ERNIE's configurations say -1 for the last layer of the model; 0 is the first layer, not a missing value."""
+    ernie = {"model_type": "ernie4_5_moe", "hidden_size": 16, "moe_intermediate_size": 8, "intermediate_size": 32}
+    ernie |= {"num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2}
+    for start, end, sparse in (
+        (1, -1, (False, True, True)),
+        (0, 0, (True, False, False)),
+        (1, None, (False, True, True)),
+    ):
+        config = BeamMoEConfig.from_hf({**ernie, "moe_layer_start_index": start, "moe_layer_end_index": end})
+        assert config.sparse == sparse
+
+
+def test_a_routed_scaling_of_zero_is_kept_and_an_unknown_override_named():
+    assert BeamMoEConfig.from_hf({**MODELS["qwen3-30b-a3b"], "routed_scaling_factor": 0.0}).routed_scaling == 0.0
+    with pytest.raises(ValueError, match=r"from_hf: overrides must be fields of this class, got \['width'\]"):
+        BeamMoEConfig.from_hf("qwen3-30b-a3b", width=5)
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="BeamMoEConfig.from_hf: config must be "):
+        BeamMoEConfig.from_hf(tmp_path)
+
+
 def test_sources_that_are_no_configuration(tmp_path):
     with pytest.raises(ValueError, match="config must be a path or one of beam-1.0"):
         BeamMoEConfig.from_hf(str(tmp_path / "nowhere"))
