@@ -124,7 +124,12 @@ class _Peft:
     CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
     def __init__(self, given: Mapping[str, Any] | None) -> None:
+        if not isinstance(given, (Mapping, type(None))):
+            _fail(f"adapter_config must be a mapping, got {given!r}")
         config = given or {}
+        for name in ("use_rslora", *self.REFUSED):
+            if isinstance(config.get(name), str):
+                _fail(f"adapter_config field {name} must not be text, got {config[name]!r}")
         self.raw = dict(config)
         self.given = given is not None
         for name, why in self.REFUSED.items():
@@ -162,6 +167,9 @@ class _Peft:
         given = self.raw.get(name) or {}
         if not isinstance(given, Mapping):
             _fail(f"adapter_config field {name} must be a mapping, got {type(given).__name__}")
+        for k in given:
+            if not isinstance(k, str):
+                _fail(f"adapter_config field {name} must have text as keys, got {k!r}")
         return _Patterns(name, {k: self._number(f"{name}[{k!r}]", v, whole) for k, v in given.items()})
 
     def _transposed(self) -> bool | None:
@@ -249,6 +257,8 @@ def _sort_keys(keys: Iterable[str], config: BeamMoEConfig) -> _Names:
     own = re.compile(re.escape(config.experts_path.partition("{layer}.")[2]) + r"(?:\.(.+))?")
     count, sparse, e_count = config.num_layers, config.sparse, config.num_experts
     for key in keys:
+        if not isinstance(key, str):
+            _fail(f"source must have names as keys, got {key!r}")
         m = COMMON.fullmatch(key)
         if m is not None:  # nearly all of a large adapter's names: one match instead of four
             layer, expert = int(m[1]), int(m[2])
@@ -666,12 +676,24 @@ def _read(
         _fail(f"source must hold {WEIGHTS} or {PICKLED}, got {str(path)!r}")
     if not (folder / CONFIG).is_file():
         _fail(f"source must hold {CONFIG}, got {str(folder)!r}")
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"load_adapter: {CONFIG} must be JSON, got {str(folder / CONFIG)!r} ({error})") from error
+    if not isinstance(config, dict):
+        _fail(f"{CONFIG} must be a JSON object, got {config!r}")
     if weights.suffix == ".safetensors":
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(weights), config
-    return torch.load(weights, map_location="cpu", weights_only=True, mmap=True), config
+        try:
+            return load_file(weights), config
+        except SafetensorError as error:
+            raise ValueError(f"load_adapter: source must be safetensors, got {str(weights)!r} ({error})") from error
+    tensors = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(tensors, Mapping):
+        _fail(f"source must hold a mapping of tensors, got {type(tensors).__name__} in {str(weights)!r}")
+    return tensors, config
 
 
 def _each(layers: list[int], progress: bool) -> Iterator[int]:
@@ -715,6 +737,8 @@ def load_adapter(
         ValueError: a tensor that no module of the model consumes, a missing expert or factor, a wrong shape or rank,
             each by its key; a field of ``adapter_config.json`` that a pair of factors cannot express, by its name.
     """
+    if not isinstance(config, (BeamMoEConfig, Shard)):
+        _fail(f"config must be a BeamMoEConfig or a Shard, got {type(config).__name__}")
     shard = config if isinstance(config, Shard) else config.shard()
     tensors, found = _read(source)
     peft = _Peft(found if peft_config is None else peft_config)
@@ -758,6 +782,9 @@ def load_adapter(
         if len(sides) != 2:
             (have,) = sides.values()
             _fail(f"{have!r} has no {'lora_B' if 'A' in sides else 'lora_A'} beside it")
+        for key in sides.values():
+            if not isinstance(tensors[key], torch.Tensor):
+                _fail(f"{key!r} must be a tensor, got {type(tensors[key]).__name__}")
         a, b = tensors[sides["A"]], tensors[sides["B"]]
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
             _fail(f"{sides['B']!r} must have shape (out, {a.shape[0]}) to fit its lora_A, got {tuple(b.shape)}")
@@ -889,7 +916,17 @@ def export_adapter(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"export_adapter: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if not isinstance(adapter, (Adapter, Mapping)):
+        raise ValueError(f"export_adapter: adapter must be an Adapter or banks by layer, got {type(adapter).__name__}")
+    if not isinstance(config, (BeamMoEConfig, type(None))):
+        raise ValueError(f"export_adapter: config must be a BeamMoEConfig, got {type(config).__name__}")
     given = adapter if isinstance(adapter, Adapter) else Adapter(dict(adapter))
+    for layer, bank in given.experts.items():
+        whole = isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0
+        if not whole or (config is not None and not (layer < config.num_layers and config.sparse[layer])):
+            raise ValueError(f"export_adapter: adapter must have sparse layers of the model as keys, got {layer!r}")
+        if not isinstance(bank, ExpertLoRA):
+            raise ValueError(f"export_adapter: layer {layer} must be an ExpertLoRA, got {type(bank).__name__}")
     path = config.experts_path if config is not None else "model.layers.{layer}.mlp.experts"
     names = config.projections if config is not None else ("gate_proj", "up_proj", "down_proj")
     writer = _Writer(layout, path, names)

@@ -807,3 +807,56 @@ def test_a_progress_bar_changes_nothing(monkeypatch, capsys):
     assert "adapter layers" in capsys.readouterr().out
     load_adapter(t, CONFIG, progress=False)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("peft", "message"),
+    [
+        ([1], r"adapter_config must be a mapping, got \[1\]"),
+        ({"r": R, "use_rslora": "false"}, "field use_rslora must not be text, got 'false'"),
+        ({"r": R, "rank_pattern": {3: 4}}, "field rank_pattern must have text as keys, got 3"),
+    ],
+)
+def test_a_configuration_of_another_type_is_named(peft, message):
+    """The text "false" is true: read as a flag it would change the scale of every adapter."""
+    with pytest.raises(ValueError, match=f"^load_adapter: .*{message}"):
+        load_adapter(per_expert(), CONFIG, peft_config=peft)
+
+
+def test_arguments_of_another_type_are_named():
+    for source, config, message in (
+        (per_expert(), None, "config must be a BeamMoEConfig or a Shard, got NoneType"),
+        ({3: torch.ones(1)}, CONFIG, "source must have names as keys, got 3"),
+        ({f"lm_head.lora_{side}.weight": None for side in "AB"}, CONFIG, "'lm_head.lora_A.weight' must be a tensor"),
+    ):
+        with pytest.raises(ValueError, match=f"^load_adapter: {message}"):
+            load_adapter(source, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("adapter_config.json", b"", "adapter_config.json must be JSON"),
+        ("adapter_config.json", b"null", "adapter_config.json must be a JSON object, got None"),
+        ("adapter_model.safetensors", b"", "source must be safetensors"),
+        ("adapter_model.safetensors", b"version https://git-lfs", "source must be safetensors"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, text, message):
+    folder(tmp_path, per_expert(), r=R)
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=f"^load_adapter: {message}"):
+        load_adapter(tmp_path, CONFIG)
+
+
+def test_an_export_that_could_not_be_loaded_is_refused(tmp_path):
+    bank = load_adapter(per_expert(), CONFIG).experts[1]
+    for adapter, config, message in (
+        (None, None, "adapter must be an Adapter or banks by layer, got NoneType"),
+        ({1: 5}, None, "layer 1 must be an ExpertLoRA, got int"),
+        ({-1: bank}, None, "sparse layers of the model as keys, got -1"),
+        ({"1": bank}, None, "sparse layers of the model as keys, got '1'"),
+        ({CONFIG.num_layers: bank}, CONFIG, f"sparse layers of the model as keys, got {CONFIG.num_layers}"),
+    ):
+        with pytest.raises(ValueError, match=f"^export_adapter: .*{message}"):
+            export_adapter(adapter, tmp_path, config=config)
