@@ -52,6 +52,18 @@ def _require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _require_tensor(op: str, **tensors: object) -> None:
+    """Each of ``tensors`` is a torch.Tensor."""
+    for name, t in tensors.items():
+        _require(isinstance(t, torch.Tensor), f"{op}: {name} must be a tensor, got {type(t).__name__}")
+
+
+def _require_rows_apart(op: str, out: torch.Tensor) -> None:
+    """No two rows of a matrix that a kernel writes share memory."""
+    (rows, n), stride = out.shape, out.stride(0)
+    _require(rows <= 1 or stride >= n, f"{op}: out must have rows that do not overlap, got strides {out.stride()}")
+
+
 def num_blocks(rows: int, groups: int | None = None) -> int:
     """Scale entries along a block axis of ``rows`` elements; with ``groups``, the rows of the grouped layout."""
     return -(-rows // BLOCK) if groups is None else rows // BLOCK + groups
@@ -180,6 +192,7 @@ class MXFP8Tensor:
 
 
 def _check_offsets(op: str, offsets: torch.Tensor, data: torch.Tensor) -> None:
+    _require_tensor(op, offsets=offsets)
     _require(
         offsets.dtype == torch.int32 and offsets.ndim == 1 and offsets.shape[0] >= 2,
         f"{op}: offsets must be int32 of shape (groups + 1,), groups >= 1, got {offsets.dtype} {tuple(offsets.shape)}",

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from beam_moe.kernels import tuning
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows
-from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require
+from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_rows_apart, _require_tensor
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, dequantize
 from beam_moe.kernels.mxfp8.tile import finished_product, rows_within, tile_place
 
@@ -465,18 +465,21 @@ def _check(op: str, a, b: MXFP8Tensor, bias, out, out_dtype, b_dense) -> None:
     _require(b.device == a.device, f"{op}: a is on {a.device}, b on {b.device}")
     _require(out_dtype in OUT_DTYPES, f"{op}: out_dtype must be bf16, fp16 or fp32, got {out_dtype}")
     if bias is not None:
+        _require_tensor(op, bias=bias)
         _require(
             bias.shape == (n,) and bias.dtype in OUT_DTYPES and bias.is_contiguous() and bias.device == a.device,
             f"{op}: bias must be contiguous bf16, fp16 or fp32 ({n},) on {a.device}, got {bias.dtype} "
             f"{tuple(bias.shape)} with strides {bias.stride()} on {bias.device}",
         )
     if out is not None:
+        _require_tensor(op, out=out)
         _require(
             out.shape == (rows, n) and out.dtype in OUT_DTYPES and out.device == a.device,
             f"{op}: out must be bf16, fp16 or fp32 {(rows, n)} on {a.device}, got {out.dtype} {tuple(out.shape)} on "
             f"{out.device}",
         )
         _require(n <= 1 or out.stride(1) == 1, f"{op}: out must have last stride 1, got strides {out.stride()}")
+        _require_rows_apart(op, out)
     if b_dense is not None:
         _require(
             b_dense.shape == (n, k) and b_dense.dtype == torch.bfloat16 and b_dense.device == a.device,
@@ -518,6 +521,8 @@ def gemm(
     """
     op = "gemm"
     _require(isinstance(b, MXFP8Tensor), f"{op}: b must be an MXFP8Tensor, got {type(b).__name__}")
+    if not isinstance(a, MXFP8Tensor):
+        _require_tensor(op, a=a)
     _require(a.ndim == 2 and b.ndim == 2, f"{op}: a and b must be matrices, got {tuple(a.shape)} and {tuple(b.shape)}")
     b = _contracting(op, "b", b)
     mx = isinstance(a, MXFP8Tensor)

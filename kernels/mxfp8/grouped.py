@@ -17,7 +17,7 @@ import triton.language as tl
 
 from beam_moe.kernels import tuning
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows, weights_bf16
-from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require
+from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_rows_apart, _require_tensor
 from beam_moe.kernels.mxfp8.gemm import (
     _PDL,
     DECODE_ROWS,
@@ -356,6 +356,7 @@ def grouped_matmul(
 
 
 def _check_offsets(op: str, offsets: torch.Tensor, groups: int | None, device: torch.device) -> None:
+    _require_tensor(op, offsets=offsets)
     _require(
         offsets.dtype == torch.int32 and offsets.ndim == 1 and offsets.shape[0] >= 2 and offsets.is_contiguous(),
         f"{op}: offsets must be contiguous int32 (groups + 1,), got {offsets.dtype} {tuple(offsets.shape)}",
@@ -400,6 +401,8 @@ def grouped_gemm(
     """
     op = "grouped_gemm"
     _require(isinstance(b, MXFP8Tensor), f"{op}: b must be an MXFP8Tensor, got {type(b).__name__}")
+    if not isinstance(a, MXFP8Tensor):
+        _require_tensor(op, a=a)
     _require(
         a.ndim == 2 and b.ndim == 3, f"{op}: a must be (T, K), b (E, N, K), got {tuple(a.shape)}, {tuple(b.shape)}"
     )
@@ -415,18 +418,21 @@ def grouped_gemm(
     _check_offsets(op, offsets, groups, a.device)
     _require(out_dtype in OUT_DTYPES, f"{op}: out_dtype must be bf16, fp16 or fp32, got {out_dtype}")
     if bias is not None:
+        _require_tensor(op, bias=bias)
         _require(
             bias.shape == (groups, n) and bias.dtype in OUT_DTYPES and bias.is_contiguous() and bias.device == a.device,
             f"{op}: bias must be contiguous bf16, fp16 or fp32 {(groups, n)} on {a.device}, got {bias.dtype} "
             f"{tuple(bias.shape)} on {bias.device}",
         )
     if out is not None:
+        _require_tensor(op, out=out)
         _require(
             out.shape == (rows, n) and out.dtype in OUT_DTYPES and out.device == a.device,
             f"{op}: out must be bf16, fp16 or fp32 {(rows, n)} on {a.device}, got {out.dtype} {tuple(out.shape)} on "
             f"{out.device}",
         )
         _require(n <= 1 or out.stride(1) == 1, f"{op}: out must have last stride 1, got strides {out.stride()}")
+        _require_rows_apart(op, out)
     if b_dense is not None:
         _require(
             b_dense.shape == b.shape and b_dense.dtype == torch.bfloat16 and b_dense.device == a.device,
@@ -555,6 +561,7 @@ def grouped_wgrad(
         ValueError: an argument does not fit the above.
     """
     op = "grouped_wgrad"
+    _require_tensor(op, **{n: t for n, t in (("dy", dy), ("x", x)) if not isinstance(t, MXFP8Tensor)})
     _require(dy.ndim == 2 and x.ndim == 2, f"{op}: dy and x must be matrices, got {tuple(dy.shape)}, {tuple(x.shape)}")
     _require(dy.shape[0] == x.shape[0], f"{op}: dy has {dy.shape[0]} rows, x has {x.shape[0]}")
     _require(dy.device == x.device, f"{op}: dy is on {dy.device}, x on {x.device}")

@@ -25,6 +25,7 @@ from beam_moe.kernels.mxfp8.format import (
     _check_names,
     _check_offsets,
     _require,
+    _require_tensor,
     num_blocks,
     swizzled_size,
     unswizzle_scales,
@@ -492,6 +493,7 @@ def _matrices(op: str, name: str, t: torch.Tensor) -> torch.Tensor:
 
 
 def _check_input(op: str, name: str, t: torch.Tensor) -> None:
+    _require_tensor(op, **{name: t})
     _require(t.dtype in INPUT_DTYPES, f"{op}: {name} must be bf16, fp16 or fp32, got {t.dtype}")
     _require(t.ndim >= 2, f"{op}: {name} must have at least two dimensions, got shape {tuple(t.shape)}")
 

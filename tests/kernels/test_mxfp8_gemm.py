@@ -406,3 +406,13 @@ def test_blackwell_gets_block_scaled_instructions(tmp_path):
     for row in rows:
         assert row["mma"] and all("kind::mxf8f6f4.block_scale" in m for m in row["mma"]), row
         assert row["tmem"] <= 512, row  # beyond the tensor memory of an SM Triton emits a bare trap
+
+
+def test_refuses_what_is_no_tensor_and_rows_that_overlap(device):
+    a, b = tokens(3, 96, BF16, device), weights(40, 96, device)
+    with pytest.raises(ValueError, match="gemm: a must be a tensor, got list"):
+        gemm([1.0], b)
+    with pytest.raises(ValueError, match="gemm: bias must be a tensor, got float"):
+        gemm(a, b, bias=1.0)
+    with pytest.raises(ValueError, match="gemm: out must have rows that do not overlap, got strides \\(0, 1\\)"):
+        gemm(a, b, out=torch.empty(1, 40, dtype=BF16, device=device).expand(3, 40))

@@ -264,3 +264,16 @@ def test_graph_replay_reads_new_offsets(device):
     offsets.copy_(offsets_of((0, 6, 0), device))
     graph.replay()
     assert_close("replay", reference(a, dequantize_reference(b, BF16), offsets), out, LIMIT)
+
+
+def test_refuses_what_is_no_tensor_and_rows_that_overlap(device):
+    a, b, offsets = operands((1, 0, 1), 40, 96, device)
+    one_row = torch.empty(1, 40, dtype=a.dtype, device=device)
+    with pytest.raises(ValueError, match="grouped_gemm: a must be a tensor, got list"):
+        grouped_gemm([1.0], b, offsets)
+    with pytest.raises(ValueError, match="grouped_gemm: offsets must be a tensor, got list"):
+        grouped_gemm(a, b, [0, 1, 1, 2])
+    with pytest.raises(ValueError, match="grouped_wgrad: dy must be a tensor, got NoneType"):
+        grouped_wgrad(None, a, offsets)
+    with pytest.raises(ValueError, match="grouped_gemm: out must have rows that do not overlap"):
+        grouped_gemm(a, b, offsets, out=one_row.expand(a.shape[0], 40))
