@@ -17,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from readme_table import provenance
 
 GROUP = {"model": "beam-1.0", "tp": 8, "base": "bf16", "routing": "uniform"}
 TITLE = "one MoE layer of Beam, one rank of TP 8, bf16"
@@ -41,11 +42,6 @@ def finish(figure: plt.Figure, path: Path) -> None:
     print(path)
 
 
-def hardware(rows: list[dict]) -> str:
-    row = rows[-1]
-    return f"{row['device']}, read {row['read_tb_s']} TB/s, commit {row['commit']}"
-
-
 def plot_share(rows: list[dict], folder: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for i, (layout, label) in enumerate(LABELS.items()):
@@ -66,7 +62,7 @@ def plot_share(rows: list[dict], folder: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.text(0.01, 0.005, hardware(rows), fontsize=6)
+    figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
     finish(figure, folder / "moe_decode_share.png")
 
 
@@ -123,7 +119,7 @@ def plot_tax(rows: list[dict], folder: Path) -> None:
     axes.set_xticks([4, 16, 32, 64])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    figure.text(0.01, 0.005, hardware(rows), fontsize=6)
+    figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
     finish(figure, folder / "moe_decode_tax.png")
 
 
@@ -150,7 +146,7 @@ def plot_engine(rows: list[dict], folder: Path) -> None:
         xlabel="batch", ylabel="us per layer", title="vLLM 0.33 decode step, Beam, one rank of TP 8, bf16, 12 layers"
     )
     axes.legend(fontsize=8)
-    figure.text(0.01, 0.005, f"{rows[-1]['device']}, commit {rows[-1]['commit']}", fontsize=6)
+    figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
     finish(figure, folder / "vllm_decode.png")
 
 

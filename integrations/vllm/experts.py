@@ -81,7 +81,8 @@ class _FusedExperts:
         self.ranks: torch.Tensor | None = None
 
     def _why_not_weights(self) -> str | None:
-        raise NotImplementedError
+        """Why the layer's weights are not ours to serve, None when they are."""
+        return None
 
     def limit(self) -> int:
         """Most tokens per call that our kernel serves."""
@@ -282,9 +283,6 @@ class BeamMxfp8Experts(_FusedExperts, Mxfp8TritonExpertsBase):
         self._start()
         self.words: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         self._views: tuple[Any, Any, Any, Any] | None = None
-
-    def _why_not_weights(self) -> str | None:
-        return None
 
     @property
     def quant_dtype(self) -> None:

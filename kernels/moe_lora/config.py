@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,10 +23,9 @@ class MoEConfig:
     """
 
     block_m: int = 16  # routed rows of a block
-    rows: str = (
-        "plan"  # how a block finds its rows: "plan"; "search" all pairs, which pays while they are few; "direct",
-    )
-    # one block a pair, while hardly two tokens share an expert
+    # how a block finds its rows: by the "plan"; by a "search" through all pairs, which pays while they are few; or
+    # "direct", one pair a block, while hardly two tokens share an expert
+    rows: str = "plan"
     plan_warps: int = 4
     plan_experts: int = 1  # experts that one program of the plan writes
     up_block_n: int = 64
@@ -130,9 +129,6 @@ class MoEConfig:
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
         return min(pairs, experts + pairs // self.block_m) if self.rows == "plan" else pairs
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 _Groups = tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...]
