@@ -234,6 +234,23 @@ def scales_ahead(scale: torch.Tensor, bn: int, bk: int, warps: int) -> bool:
     return not aligned or bn * bk // BLOCK < warps * 32 * 4
 
 
+def tile_constants(b: MXFP8Tensor, config: GemmConfig) -> dict[str, bool | int]:
+    """What `tile.product`'s callers compile for weights ``b`` (…, N, K) and a tile: constants and number of warps."""
+    n, k = b.shape[-2:]
+    return {
+        "FP16": config.route == "fp16",
+        "E5M2": b.elem == "e5m2",
+        "EVEN_K": k % config.bk == 0,
+        "EVEN_N": n % config.bn == 0,
+        "AHEAD": scales_ahead(b.scale, config.bn, config.bk, config.warps),
+        "BM": config.bm,
+        "BN": config.bn,
+        "BK": config.bk,
+        "STAGES": config.stages,
+        "num_warps": config.warps,
+    }
+
+
 def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: GemmConfig) -> None:
     (rows, k), n = x.shape, b.shape[0]
     soft = _soft(x.device)
@@ -272,24 +289,15 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         *codes.stride(),
         *b.scale.stride(),
         out.stride(0),
-        FP16=fp16,
         NORMALIZED=normalized,
         BIAS=bias is not None,
-        E5M2=b.elem == "e5m2",
         SOFT=soft,
         X_TMA=x_desc is not None,
         W_TMA=w_desc is not None,
         TURNED=turned,
-        EVEN_K=k % config.bk == 0,
-        EVEN_N=n % config.bn == 0,
-        AHEAD=scales_ahead(b.scale, config.bn, config.bk, config.warps),
         PARTIAL=split > 1,
         PDL=pdl,
-        BM=config.bm,
-        BN=config.bn,
-        BK=config.bk,
-        STAGES=config.stages,
-        num_warps=config.warps,
+        **tile_constants(b, config),
         **({"launch_pdl": True} if pdl and normalized else {}),
     )
     if split > 1:

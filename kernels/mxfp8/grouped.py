@@ -28,7 +28,7 @@ from beam_moe.kernels.mxfp8.gemm import (
     _contracting,
     _descriptor,
     _serves,
-    scales_ahead,
+    tile_constants,
 )
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, _to_float, dequantize
 from beam_moe.kernels.mxfp8.tile import finished_product, rows_within, tile_place
@@ -210,25 +210,16 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, offsets, bias, out: torch.Tensor, co
         *codes.stride(),
         *b.scale.stride(),
         out.stride(0),
-        FP16=fp16,
         NORMALIZED=normalized,
         BIAS=bias is not None,
-        E5M2=b.elem == "e5m2",
         SOFT=soft,
         X_TMA=x_desc is not None,
         W_TMA=w_desc is not None,
         TURNED=turned,
-        EVEN_K=k % config.bk == 0,
-        EVEN_N=n % config.bn == 0,
-        AHEAD=scales_ahead(b.scale, config.bn, config.bk, config.warps),
         GROUPS_P2=triton.next_power_of_2(groups + 1),
         RUN=max(1, 1024 // config.bm),
         PDL=pdl,
-        BM=config.bm,
-        BN=config.bn,
-        BK=config.bk,
-        STAGES=config.stages,
-        num_warps=config.warps,
+        **tile_constants(b, config),
         **({"launch_pdl": True} if pdl else {}),
     )
 
