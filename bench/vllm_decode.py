@@ -11,12 +11,24 @@ sampling and scheduling included, over the layers.
     python bench/vllm_decode.py --tp 2                              # or --pp 2: real communication between GPUs
     python bench/vllm_decode.py --only "beam/bf16/ours/none,per-expert;beam/bf16/stock/none,per-expert"
     python bench/vllm_decode.py --cell --kernels ours --adapters none,per-expert --base bf16 --arch beam
+    python bench/vllm_decode.py --full --tp 8                       # Beam at its full size; also --pp 2 --tp 4
+    python bench/vllm_decode.py --full --tp 2 --layers 8            # a cut depth for fewer GPUs
+    python bench/vllm_decode.py --full --tp 8 --plan                # its memory per rank, no GPU needed
+    python bench/vllm_decode.py --of-tp 2 --layers 4 --bases mxfp8 --ranks 16,32   # one rank's share of TP 2, alone
     python bench/vllm_decode.py --report                            # the tables of what has been measured
 
+``--full`` serves whole layers of Beam-1.0 (256 experts of 2560 columns, 48 heads, the whole vocabulary, its share of
+dense layers) over ``tp * pp`` GPUs, MXFP8 by default, random weights made on the GPUs. Every rank's memory is computed
+and printed first, and a cell that would not fit is refused. Under pipeline parallelism requests are admitted in as many
+parts as there are stages, so that each stage has a micro-batch. Its rows add step_ms, tokens_per_s_per_gpu,
+all_reduce_us (one all-reduce of a micro-batch, measured alone; a layer has two), predicted_step_ms (us_per_layer of a
+single rank's share at the micro-batch, times the layers: no communication, dense layers counted as sparse) and gap
+(step_ms less predicted_step_ms).
+
 Adapters: ``none`` is an engine without LoRA; ``per-expert`` and ``shared-outer`` (one A of gate and up, one B of down
-for all experts; ``enable_moe_shared_loras``) are rank 32 on gate, up and down of every expert; ``--attention`` adds q,
-k, v, o and the attention gate. vLLM's own Beam takes no LoRA: its stock column runs vLLM's kernels under a subclass
-that only declares it.
+for all experts; ``enable_moe_shared_loras``) are on gate, up and down of every expert, at rank 32 or those of
+``--ranks``; ``--attention`` adds q, k, v, o and the attention gate. vLLM's own Beam takes no LoRA: its stock column
+runs vLLM's kernels under a subclass that only declares it.
 """
 
 import argparse
@@ -25,6 +37,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +45,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCAB, RANK = 5120, 320, 256, 8, 18992, 32
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCAB, RANK = 5120, 2560, 256, 8, 151936, 32
+WIDE, HEADS, KV_HEADS, LAYERS, DENSE = 20480, 48, 8, 52, 3
+SHARE = 8  # of a single rank's cells: one of eight tensor-parallel ranks
 PROMPT, SHORT, LONG = 64, 32, 288
 STOCK = "beam_moe_bench_stock"
 OPTIONAL = {
@@ -42,7 +57,9 @@ OPTIONAL = {
     "quack": "quack-kernels",
     "tilelang": "tilelang",
 }
-FIGURES = ("us_per_layer", "tokens_per_s", "ratio_to_stock_lora", "ratio_to_stock_same", "ratio_to_stock_base")
+FULL_TOKENS = 2048  # most tokens in a batch of a full-size engine
+FULL_USE = 0.92  # share of a GPU's memory that a full-size engine may use
+FULL_MODES = ("none", "per-expert", "shared-outer")
 
 
 def importable(work: Path) -> None:
@@ -77,37 +94,47 @@ def importable(work: Path) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
 
 
-def write_model(folder: Path, arch: str, layers: int) -> None:
-    """A configuration without weights."""
+def model_config(arch: str, layers: int, of_tp: int = SHARE) -> dict:
+    """A model's ``config.json``: ``beam`` and ``qwen3`` are one rank's share of ``of_tp``, ``beam-full`` is whole."""
+    share = 1 if arch == "beam-full" else of_tp
+    dense = round(DENSE * layers / LAYERS) if arch == "beam-full" else 0
     common = {
-        "torch_dtype": "bfloat16", "hidden_act": "silu", "vocab_size": VOCAB, "hidden_size": HIDDEN,
-        "intermediate_size": 2560, "num_hidden_layers": layers, "num_attention_heads": 6, "num_key_value_heads": 1,
-        "head_dim": 128, "moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": True, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": 0,
-        "eos_token_id": 1,
+        "torch_dtype": "bfloat16", "hidden_act": "silu", "vocab_size": VOCAB // share, "hidden_size": HIDDEN,
+        "intermediate_size": WIDE // share, "num_hidden_layers": layers, "num_attention_heads": HEADS // share,
+        "num_key_value_heads": KV_HEADS // share, "head_dim": 128, "moe_intermediate_size": INTERMEDIATE // share,
+        "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
     }  # fmt: skip
-    full = [(i + 1) % 6 == 0 or i == layers - 1 for i in range(layers)]
-    own = {
-        "beam": {
-            "architectures": ["BeamForCausalLM"], "model_type": "beam", "n_group": 8, "topk_group": 4,
-            "routed_scaling_factor": 2.5, "final_logit_softcapping": 30.0, "sliding_window": 512,
-            "max_position_embeddings": 8192, "mlp_layer_types": ["sparse"] * layers,
-            "layer_types": ["full_attention" if f else "sliding_attention" for f in full],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": None,
-            },
-        },
-        "qwen3": {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+    if arch == "qwen3":
+        return {
+            **common, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
             "mlp_only_layers": [], "max_position_embeddings": 32768, "rope_theta": 1e6, "attention_bias": False,
             "use_sliding_window": False,
+        }  # fmt: skip
+    full = [(i + 1) % 6 == 0 or i == layers - 1 for i in range(layers)]
+    return {
+        **common, "architectures": ["BeamForCausalLM"], "model_type": "beam", "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "final_logit_softcapping": 30.0, "sliding_window": 512,
+        "max_position_embeddings": 8192, "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+        "layer_types": ["full_attention" if f else "sliding_attention" for f in full],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": None,
         },
     }  # fmt: skip
+
+
+def write_model(folder: Path, arch: str, layers: int, of_tp: int = SHARE) -> None:
+    """A configuration without weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**common, **own[arch]}))
+    (folder / "config.json").write_text(json.dumps(model_config(arch, layers, of_tp)))
 
 
-# --- in the workers: each takes the model, as `LLM.apply_model` hands it over
+# --- in the workers: each takes the model of its rank
+
+
+def on_models(llm, function, *args) -> list:
+    """``function(model, *args)`` on every rank. `LLM.apply_model` pickles by name, which a closure has none of."""
+    return llm.collective_rpc(lambda worker: function(worker.get_model(), *args))
 
 
 def spread_routing(model) -> int:
@@ -125,7 +152,7 @@ def spread_routing(model) -> int:
     return count
 
 
-def add_adapter(model, number: int, shared: bool, attention: bool) -> int:
+def add_adapter(model, number: int, shared: bool, attention: bool, rank: int = RANK) -> int:
     """Register an adapter in vLLM's LoRA manager, as if read from disk: the same values in every expert and layer."""
     import torch
     from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
@@ -146,27 +173,27 @@ def add_adapter(model, number: int, shared: bool, attention: bool) -> int:
             outer = 1 if shared else e
             key = (inter, hidden, e)
             if key not in experts_of:
-                wide = [new(1, RANK, hidden).expand(outer, -1, -1).contiguous() for _ in range(2)]
+                wide = [new(1, rank, hidden).expand(outer, -1, -1).contiguous() for _ in range(2)]
                 experts_of[key] = (
-                    [wide[0], new(1, RANK, inter).expand(e, -1, -1).contiguous(), wide[1]],
-                    [new(1, inter, RANK).expand(e, -1, -1).contiguous(),
-                     new(1, hidden, RANK).expand(outer, -1, -1).contiguous(),
-                     new(1, inter, RANK).expand(e, -1, -1).contiguous()],
+                    [wide[0], new(1, rank, inter).expand(e, -1, -1).contiguous(), wide[1]],
+                    [new(1, inter, rank).expand(e, -1, -1).contiguous(),
+                     new(1, hidden, rank).expand(outer, -1, -1).contiguous(),
+                     new(1, inter, rank).expand(e, -1, -1).contiguous()],
                 )  # fmt: skip
             a, b = experts_of[key]
-            loras[name] = PackedLoRALayerWeights(name, RANK, [None] * 3, list(a), list(b), scaling=[1, 1, 1])
+            loras[name] = PackedLoRALayerWeights(name, rank, [None] * 3, list(a), list(b), scaling=[1, 1, 1])
         elif attention and ".self_attn." in name:
             tp = getattr(module, "tp_size", 1)
             row = type(module).__name__.startswith("RowParallel")
             parts = manager.packed_modules.get(name)
             in_dim = module.lora_a_stacked[0].shape[-1] * (tp if row else 1)
-            a = [new(RANK, in_dim) for _ in module.lora_a_stacked]
-            b = [new(s.shape[-2] * (1 if row else tp), RANK) for s in module.lora_b_stacked]
+            a = [new(rank, in_dim) for _ in module.lora_a_stacked]
+            b = [new(s.shape[-2] * (1 if row else tp), rank) for s in module.lora_b_stacked]
             if parts:
-                loras[name] = PackedLoRALayerWeights(name, RANK, [None] * len(a), a, b, scaling=[1] * len(a))
+                loras[name] = PackedLoRALayerWeights(name, rank, [None] * len(a), a, b, scaling=[1] * len(a))
             else:
-                loras[name] = LoRALayerWeights(name, RANK, RANK, a[0], b[0], scaling=1)
-    manager.add_adapter(LoRAModel(number, RANK, loras))
+                loras[name] = LoRALayerWeights(name, rank, rank, a[0], b[0], scaling=1)
+    manager.add_adapter(LoRAModel(number, rank, loras))
     return len(loras)
 
 
@@ -207,6 +234,34 @@ def kernels_in_use(model) -> list[str]:
     return sorted(names)
 
 
+def all_reduce_us(model, batches: list[int], hidden: int) -> dict[int, float]:
+    """Microseconds of one all-reduce of (batch, hidden) bf16 over the tensor-parallel group, in a graph of many."""
+    import torch
+    from vllm.distributed import tensor_model_parallel_all_reduce
+    from vllm.distributed.parallel_state import graph_capture
+
+    device, calls, replays, found = next(model.parameters()).device, 64, 8, {}
+    with torch.inference_mode():
+        for batch in batches:
+            x = torch.ones(batch, hidden, dtype=torch.bfloat16, device=device)
+            tensor_model_parallel_all_reduce(x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with graph_capture(device) as context, torch.cuda.graph(graph, stream=context.stream):
+                for _ in range(calls):
+                    tensor_model_parallel_all_reduce(x)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found[batch] = round(begin.elapsed_time(end) * 1e3 / (calls * replays), 2)
+    return found
+
+
 # --- one cell
 
 
@@ -220,6 +275,28 @@ def distinct_experts(ids: dict[str, list[list[int]]], batch: int) -> float:
     return round(total / (draws * max(len(ids), 1)), 1)
 
 
+def quiet_multicast() -> None:
+    """Where the machine keeps NVLink multicast off (NCCL_NVLS_ENABLE=0), keep vLLM from it too.
+
+    Raises:
+        SystemExit: FlashInfer is there, through which Beam's own all-reduce would map multicast memory.
+    """
+    if os.environ.get("NCCL_NVLS_ENABLE") != "0":
+        return
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.update(VLLM_ALLREDUCE_USE_SYMM_MEM="0", VLLM_ALLREDUCE_USE_FLASHINFER="0")
+    if importlib.util.find_spec("flashinfer") is not None:
+        raise SystemExit("NVLink multicast is off here, and vLLM's Beam would use it through FlashInfer: remove that")
+
+
+def keep_rows(path: Path | None, rows: list[dict]) -> None:
+    """Write what has been measured so far, whole or not at all."""
+    if path is not None:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(rows))
+        part.replace(path)
+
+
 def run_cell(opts: argparse.Namespace) -> list[dict]:
     """Start one engine and measure every asked adapter mode and batch."""
     os.environ.update(
@@ -231,6 +308,9 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
         VLLM_PLUGINS="beam_moe" if opts.kernels == "ours" else STOCK,
         BEAM_MOE_VLLM="all",
     )
+    gpus = opts.tp * opts.pp
+    if gpus > 1:
+        quiet_multicast()
     import torch
     import vllm
     from vllm import LLM, SamplingParams
@@ -239,15 +319,17 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
     modes = opts.adapters.split(",")
     lora = modes != ["none"]
     shared = "shared-outer" in modes
+    full = opts.arch == "beam-full"
     if shared and "per-expert" in modes:
         raise SystemExit("one engine keeps one layout: per-expert or shared-outer")
     model = opts.work / f"{opts.arch}{opts.layers}"
-    write_model(model, opts.arch, opts.layers)
+    write_model(model, opts.arch, opts.layers, opts.of_tp)
     batches = [int(b) for b in opts.batches.split(",")]
+    micro = {b: -(-b // opts.pp) for b in batches}
     extra = {}
     if lora:
         extra = {
-            "enable_lora": True, "max_loras": 1, "max_lora_rank": RANK, "max_cpu_loras": 1,
+            "enable_lora": True, "max_loras": 1, "max_lora_rank": opts.rank, "max_cpu_loras": 1,
             "enable_moe_shared_loras": shared,
         }  # fmt: skip
     if opts.target_modules:
@@ -255,36 +337,60 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
     start = time.perf_counter()
     llm = LLM(
         model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=2048,
-        max_num_seqs=max(64, *batches), max_num_batched_tokens=4096, gpu_memory_utilization=0.85,
+        max_num_seqs=max(64, *batches), max_num_batched_tokens=FULL_TOKENS if full else 4096,
+        gpu_memory_utilization=FULL_USE if full else 0.85,
         enable_prefix_caching=False, quantization="mxfp8" if opts.base == "mxfp8" else None,
         tensor_parallel_size=opts.tp, pipeline_parallel_size=opts.pp,
-        compilation_config={"cudagraph_capture_sizes": sorted(set(batches))},
+        distributed_executor_backend="mp" if gpus > 1 else None,
+        compilation_config={"cudagraph_capture_sizes": sorted({*batches, *micro.values()})},
         kernel_config={"enable_jit_warmup": opts.jit_warmup}, **extra,
     )  # fmt: skip
-    routers = llm.apply_model(spread_routing)
-    added = llm.apply_model(lambda m: add_adapter(m, 1, shared, opts.attention)) if lora else [0]
+    routers = on_models(llm, spread_routing)
+    added = on_models(llm, add_adapter, 1, shared, opts.attention, opts.rank) if lora else [0]
     started = time.perf_counter() - start
-    used = sorted({k for names in llm.apply_model(kernels_in_use) for k in names})
+    used = sorted({k for names in on_models(llm, kernels_in_use) for k in names})
     print(f"engine started in {started:.0f} s; routers {routers}, adapter modules {added}, experts {used}", flush=True)
     request = LoRARequest("adapter", 1, "/in/memory") if lora else None
     rng = random.Random(0)
 
+    def serve(prompts: list[dict], params, adapter, parts: int) -> None:
+        """As ``LLM.generate``, the requests admitted in ``parts`` steps: a pipeline then has as many micro-batches."""
+        engine = llm.llm_engine
+        for part in range(parts):
+            for i in range(part, len(prompts), parts):
+                engine.add_request(f"{time.monotonic_ns()}-{i}", prompts[i], params, lora_request=adapter)
+            engine.step()
+        while engine.has_unfinished_requests():
+            engine.step()
+
     def generate(batch: int, tokens: int, adapter, length: int = PROMPT) -> float:
-        prompts = [{"prompt_token_ids": [rng.randrange(10, VOCAB - 10) for _ in range(length)]} for _ in range(batch)]
+        prompts = [
+            {"prompt_token_ids": [rng.randrange(10, VOCAB // SHARE) for _ in range(length)]} for _ in range(batch)
+        ]
         params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        torch.accelerator.synchronize()
+        # with several GPUs this process has none of them: a result is there when its tokens are
+        wait = torch.accelerator.synchronize if gpus == 1 else lambda: None
+        wait()
         begin = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
-        torch.accelerator.synchronize()
+        if opts.pp > 1:
+            serve(prompts, params, adapter, min(opts.pp, batch))
+        else:
+            llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
+        wait()
         return time.perf_counter() - begin
 
-    llm.apply_model(lambda m: capture_routing(m, True))
+    on_models(llm, capture_routing, True)
     generate(32, 2, request)
     ids = {}
-    for found in llm.apply_model(lambda m: capture_routing(m, False)):
+    for found in on_models(llm, capture_routing, False):
         ids.update(found)
+    reduce_us = {}
+    if opts.tp > 1:
+        per_rank = on_models(llm, all_reduce_us, sorted(set(micro.values())), HIDDEN)
+        reduce_us = {b: max(rank[b] for rank in per_rank) for b in per_rank[0]}
+        print(f"all-reduce of a micro-batch, us: {reduce_us}", flush=True)
     missing = sorted(p for m, p in OPTIONAL.items() if importlib.util.find_spec(m) is None)
-    rows = []
+    rows: list[dict] = []
     for mode in modes:
         adapter = None if mode == "none" else request
         generate(batches[0], 8, adapter)
@@ -294,15 +400,19 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
             row = {
                 "batch": batch, "arch": opts.arch, "base": opts.base, "adapters": mode, "kernels": opts.kernels,
                 "attention_adapter": opts.attention and mode != "none", "lora_enabled": lora, "tp": opts.tp,
-                "pp": opts.pp, "layers": opts.layers, "rank": RANK if mode != "none" else 0,
+                "pp": opts.pp, "layers": opts.layers, "rank": opts.rank if mode != "none" else 0, "gpus": gpus,
+                "of_tp": 1 if full else opts.of_tp,
                 "target_modules": opts.target_modules or "all", "step_us": round(step * 1e6, 1),
                 "us_per_layer": round(step * 1e6 / opts.layers, 1), "tokens_per_s": round(batch / step, 1),
-                "distinct_experts": distinct_experts(ids, batch), "missing": missing, "experts_class": used,
+                "tokens_per_s_per_gpu": round(batch / step / gpus, 1), "step_ms": round(step * 1e3, 3),
+                "micro_batch": micro[batch], "all_reduce_us": reduce_us.get(micro[batch]),
+                "distinct_experts": distinct_experts(ids, micro[batch]), "missing": missing, "experts_class": used,
                 "vllm_version": vllm.__version__, "start_s": round(started, 1),
             }  # fmt: skip
             row["case"] = case_of(row)
             rows.append(row)
             print("ROW " + json.dumps(row), flush=True)
+            keep_rows(opts.rows, rows)
     return rows
 
 
@@ -318,6 +428,10 @@ def case_of(row: dict) -> str:
         parts.append("attention")
     if row["target_modules"] != "all":
         parts.append(f"wrapped={row['target_modules']}")
+    if row.get("rank") not in (0, None, RANK):
+        parts.append(f"rank={row['rank']}")
+    if row.get("of_tp", SHARE) not in (1, SHARE):
+        parts.append(f"of-tp={row['of_tp']}")
     return "/".join([*parts, f"tp{row['tp']}pp{row['pp']}", f"layers={row['layers']}", f"batch={row['batch']}"])
 
 
@@ -328,7 +442,9 @@ def with_ratios(rows: list[dict]) -> list[dict]:
     def stock(row: dict, **changes) -> float | None:
         other = {**row, "kernels": "stock", **changes}
         if other["adapters"] == "none":
-            other.update(lora_enabled=False, attention_adapter=False, target_modules="all")
+            other.update(lora_enabled=False, attention_adapter=False, target_modules="all", rank=0)
+        elif not other.get("rank"):
+            other["rank"] = RANK
         return time_of.get(case_of(other))
 
     def over(us: float | None, row: dict) -> float | None:
@@ -348,6 +464,32 @@ def with_ratios(rows: list[dict]) -> list[dict]:
     return out
 
 
+def with_predictions(rows: list[dict]) -> list[dict]:
+    """Full-size rows with the step that a single rank's share predicts, None where no such share was measured."""
+    single = {}
+    for row in sorted(rows, key=lambda r: r["layers"]):  # the deepest wins: it has the least of the head in a layer
+        if row["arch"] == "beam" and row["tp"] == row["pp"] == 1 and row["target_modules"] == "all":
+            key = (row.get("of_tp", SHARE), row["base"], row["kernels"], row["adapters"], row["rank"])
+            single[(*key, row["lora_enabled"], row["attention_adapter"], row["batch"])] = row
+    out = []
+    for row in rows:
+        if row["arch"] != "beam-full":
+            out.append(row)
+            continue
+        key = (row["tp"], row["base"], row["kernels"], row["adapters"], row["rank"], row["lora_enabled"])
+        one = single.get((*key, row["attention_adapter"], row["micro_batch"]))
+        predicted = None if one is None else round(one["us_per_layer"] * row["layers"] / 1e3, 3)
+        out.append(
+            {
+                **row,
+                "predicted_step_ms": predicted,
+                "predicted_from": None if one is None else one["case"],
+                "gap": None if predicted is None else round(row["step_ms"] - predicted, 3),
+            }
+        )
+    return out
+
+
 def deployment(us_per_layer: float) -> float:
     """Tokens per second and GPU of PP2 x TP8 at 32 requests, two micro-batches of 16, from the time of a layer at 16.
 
@@ -360,27 +502,87 @@ def deployment(us_per_layer: float) -> float:
 def cells(opts: argparse.Namespace) -> list[dict]:
     """The ladder: which engines to start, and which modes each measures."""
     out = []
-    for arch in opts.archs.split(","):
+    ladder = FULL_MODES if opts.full else ("none", "none,per-expert", "shared-outer")
+    for arch in ["beam-full"] if opts.full else opts.archs.split(","):
         for base in opts.bases.split(","):
             for kernels in opts.kernels_list.split(","):
-                for adapters in ("none", "none,per-expert", "shared-outer"):
-                    out.append({"arch": arch, "base": base, "kernels": kernels, "adapters": adapters})
+                for adapters in ladder:
+                    for rank in opts.ranks.split(","):
+                        cell = {"arch": arch, "base": base, "kernels": kernels, "adapters": adapters, "rank": rank}
+                        if adapters != "none" or cell["rank"] == opts.ranks.split(",")[0]:
+                            out.append(cell)
             if opts.attention_cells:
                 for kernels in opts.kernels_list.split(","):
                     for adapters in ("per-expert", "shared-outer"):
-                        cell = {"arch": arch, "base": base, "kernels": kernels, "adapters": adapters}
-                        out.append({**cell, "attention": True})
+                        for rank in opts.ranks.split(","):
+                            cell = {"arch": arch, "base": base, "kernels": kernels, "adapters": adapters}
+                            out.append({**cell, "rank": rank, "attention": True})
     if opts.only:
         wanted = opts.only.split(";")
-        out = [c for c in out if "/".join([c["arch"], c["base"], c["kernels"], c["adapters"]]) in wanted]
+
+        def names(c: dict) -> set[str]:
+            name = "/".join([c["arch"], c["base"], c["kernels"], c["adapters"]])
+            return {name, f"{name}/r{c['rank']}"}
+
+        unknown = [w for w in wanted if not any(w in names(c) for c in out)]
+        if unknown:
+            raise SystemExit(f"--only names no cell: {', '.join(unknown)}; there are {[sorted(names(c)) for c in out]}")
+        out = [c for c in out if names(c) & set(wanted)]
     return out
 
 
-def run_ladder(opts: argparse.Namespace) -> int:
-    """Run the cells as processes over the visible GPUs, merge their rows, print the tables."""
+def gpu_bytes(opts: argparse.Namespace) -> int:
+    """Memory of one GPU: the smallest that nvidia-smi names, ``--gpu-gib`` where there is none."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        found = [int(line) for line in done.stdout.split()]
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        found = []
+    return min(found) << 20 if found else int(opts.gpu_gib * 2**30)
+
+
+def fits(opts: argparse.Namespace, cell: dict) -> bool:
+    """Print a full-size cell's memory plan; whether every rank fits."""
+    from memory_plan import plan, refuse
+
+    adapters = cell["adapters"].split(",")[-1]
+    name = f"{cell['base']} {cell['kernels']} {adapters} rank {cell['rank']}, TP {opts.tp}, PP {opts.pp}"
+    try:
+        plans = plan(
+            model_config("beam-full", opts.layers), tp=opts.tp, pp=opts.pp, base=cell["base"], adapters=adapters,
+            rank=int(cell["rank"]), ours=cell["kernels"] == "ours", tokens_each=PROMPT + LONG,
+            requests=max(64, *map(int, opts.batches.split(","))), batch_tokens=FULL_TOKENS,
+        )  # fmt: skip
+        print(f"{name}, {opts.layers} layers", *(line for p in plans for line in p.lines()), sep="\n", flush=True)
+        refuse(plans, int(FULL_USE * gpu_bytes(opts)), name)
+    except ValueError as error:
+        print(f"REFUSED {error}", flush=True)
+        return False
+    return True
+
+
+def merge(rows: list[dict]) -> list[dict]:
+    """Add rows to this device's file; ratios and predictions of all its rows are computed anew."""
     import harness
+
+    path = harness.write_rows("vllm_decode", rows) if rows else harness.results_path("vllm_decode")
+    merged = with_predictions(with_ratios(harness.read_rows(path)))
+    if merged:
+        harness._merge(path, merged)
+    return merged
+
+
+def run_ladder(opts: argparse.Namespace) -> int:
+    """Run the cells as processes over the visible GPUs, merge the rows of each as it ends, print the tables."""
     import torch
 
+    waiting, running, failed = cells(opts), [], []
+    if opts.full:
+        asked, waiting = len(waiting), [c for c in waiting if fits(opts, c)]
+        failed += ["refused"] * (asked - len(waiting))
+        if opts.plan or not waiting:
+            return 1 if failed else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     per_cell = opts.tp * opts.pp
@@ -388,27 +590,31 @@ def run_ladder(opts: argparse.Namespace) -> int:
     if not free:
         print(f"needs {per_cell} GPUs, sees {len(names)}")
         return 1
-    waiting, running, failed = cells(opts), [], []
-    logs = Path(os.environ.get("OUT") or opts.work) / "vllm_decode_logs"
+    logs = Path(os.environ.get("OUT") or opts.work).resolve() / "vllm_decode_logs"
     logs.mkdir(parents=True, exist_ok=True)
     print(f"{len(waiting)} cells on {len(free)} x {per_cell} GPU; logs in {logs}", flush=True)
     deadline = time.monotonic() + opts.budget
     while waiting or running:
         while waiting and free and time.monotonic() < deadline:
             cell, gpus = waiting.pop(0), free.pop(0)
-            name = "_".join(str(v).replace(",", "+") for v in cell.values())
-            command = [sys.executable, __file__, "--cell", "--rows", str(logs / f"{name}.json"), "--tp", str(opts.tp)]
-            command += ["--pp", str(opts.pp), "--layers", str(opts.layers), "--batches", opts.batches]
+            name = "_".join(str(v).replace(",", "+") for v in cell.values()) + f"_tp{opts.tp}pp{opts.pp}"
+            (rows := logs / f"{name}.json").unlink(missing_ok=True)
+            command = [sys.executable, str(Path(__file__).resolve()), "--cell", "--rows", str(rows)]
+            command += ["--tp", str(opts.tp), "--pp", str(opts.pp), "--of-tp", str(opts.of_tp)]
+            command += ["--layers", str(opts.layers), "--batches", opts.batches]
             command += ["--repeats", str(opts.repeats), "--work", str(opts.work / name)]
             command += ["--target-modules", opts.target_modules] if opts.target_modules else []
             command += ["--jit-warmup"] if opts.jit_warmup else []
             for key, value in cell.items():
                 command += [f"--{key}"] if value is True else [f"--{key}", str(value)]
-            log = open(logs / f"{name}.log", "w")
             env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_CACHE_ROOT": str(opts.work / "cache")}
             # two engines that start at once must not meet at one port
             env["VLLM_PORT"] = str(21000 + 50 * len(waiting))
-            process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+            with open(logs / f"{name}.log", "w") as log:
+                # outside the checkout: vLLM's own subprocesses would import its folders by their bare names
+                process = subprocess.Popen(
+                    command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=opts.work, start_new_session=True
+                )
             running.append((process, name, gpus, time.monotonic()))
         if waiting and time.monotonic() >= deadline:
             print(f"out of time before {len(waiting)} cells: {[' '.join(map(str, c.values())) for c in waiting]}")
@@ -418,24 +624,22 @@ def run_ladder(opts: argparse.Namespace) -> int:
             if process.poll() is None and time.monotonic() < min(begun + opts.timeout, deadline + opts.timeout):
                 continue
             if process.poll() is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # the engine's workers too: they hold the GPUs
                 process.wait()
             running.remove(entry)
             free.append(gpus)
-            rows = logs / f"{name}.json"
-            if process.returncode == 0 and rows.exists():
-                harness.write_rows("vllm_decode", json.loads(rows.read_text()))
-            else:
+            path = logs / f"{name}.json"
+            rows_found = json.loads(path.read_text()) if path.exists() else []
+            merge(rows_found)
+            state = "ok"
+            if process.returncode != 0:
                 failed.append(name)
-            state = "ok" if process.returncode == 0 else f"FAILED ({process.returncode}), see its log"
-            print(f"{name}: {state}, {time.monotonic() - begun:.0f} s", flush=True)
+                state = f"FAILED ({process.returncode})"
+            print(f"{name}: {state}, {len(rows_found)} rows, {time.monotonic() - begun:.0f} s", flush=True)
+            if process.returncode != 0:
+                print((logs / f"{name}.log").read_text()[-3000:], f"--- end of {name}", sep="\n", flush=True)
         time.sleep(0.5)
-    path = harness.results_path("vllm_decode")
-    merged = with_ratios(harness.read_rows(path))
-    harness._merge(path, merged)
-    report(merged)
-    for name in failed:
-        print(f"--- {name}\n" + (logs / f"{name}.log").read_text()[-3000:])
+    report(merge([]))
     return 1 if failed else 0
 
 
@@ -443,12 +647,14 @@ def report(rows: list[dict]) -> None:
     """Tables by architecture and parallelism, the slowest ladder first."""
     import harness
 
-    groups = sorted({(r["arch"], r["tp"], r["pp"], r["layers"]) for r in rows})
-    for arch, tp, pp, layers in groups:
-        mine = [r for r in rows if (r["arch"], r["tp"], r["pp"], r["layers"]) == (arch, tp, pp, layers)]
+    def group(r: dict) -> tuple:
+        return r["arch"], r["tp"], r["pp"], r["layers"], r.get("of_tp", SHARE)
+
+    for arch, tp, pp, layers, share in sorted({group(r) for r in rows}):
+        mine = [r for r in rows if group(r) == (arch, tp, pp, layers, share)]
         mine.sort(key=lambda r: (r["base"], -r["batch"], r["kernels"] != "stock", r["adapters"]))
         harness.print_table(
-            f"{arch}, TP {tp}, PP {pp}, {layers} layers",
+            f"{arch}, TP {tp}, PP {pp}, {layers} layers" + (f", one rank's share of TP {share}" if share > 1 else ""),
             [
                 "base",
                 "batch",
@@ -468,7 +674,8 @@ def report(rows: list[dict]) -> None:
                     r["kernels"],
                     r["adapters"]
                     + (" +attention" if r["attention_adapter"] else "")
-                    + (" (LoRA on)" if r["adapters"] == "none" and r["lora_enabled"] else ""),
+                    + (" (LoRA on)" if r["adapters"] == "none" and r["lora_enabled"] else "")
+                    + (f" r{r['rank']}" if r["rank"] not in (0, RANK) else ""),
                     r["distinct_experts"],
                     r["us_per_layer"],
                     r["tokens_per_s"],
@@ -479,8 +686,31 @@ def report(rows: list[dict]) -> None:
                 for r in mine
             ],
         )
+        if arch == "beam-full":
+            harness.print_table(
+                "step of all layers, with its communication",
+                [
+                    "base",
+                    "batch",
+                    "kernels",
+                    "adapters",
+                    "rank",
+                    "ms",
+                    "predicted",
+                    "gap",
+                    "all-reduce us",
+                    "tok/s/GPU",
+                ],
+                [
+                    [
+                        *(r[k] for k in ("base", "batch", "kernels", "adapters", "rank", "step_ms")),
+                        *(r[k] for k in ("predicted_step_ms", "gap", "all_reduce_us", "tokens_per_s_per_gpu")),
+                    ]
+                    for r in mine
+                ],
+            )
         for r in mine:
-            if r["batch"] == 16 and (tp, pp) == (1, 1):
+            if r["batch"] == 16 and r["arch"] == "beam" and r.get("of_tp", SHARE) == SHARE and (tp, pp) == (1, 1):
                 print(
                     f"  PP2 x TP8 at 32 requests by this step, {r['base']} {r['kernels']} {r['adapters']}: "
                     f"{deployment(r['us_per_layer']):.0f} tokens/s/GPU, without all-reduces and pipeline hop"
@@ -496,16 +726,22 @@ def main() -> int:
     parser.add_argument("--kernels", choices=["stock", "ours"], default="ours")
     parser.add_argument("--adapters", default="none,per-expert", help="modes of the cell's engine, by comma")
     parser.add_argument("--base", choices=["bf16", "mxfp8"], default="bf16")
-    parser.add_argument("--arch", choices=["beam", "qwen3"], default="beam")
+    parser.add_argument("--arch", choices=["beam", "qwen3", "beam-full"], default="beam")
+    parser.add_argument("--rank", type=int, default=RANK, help="the cell's adapter and bank")
     parser.add_argument("--attention", action="store_true", help="the adapter covers attention too")
     parser.add_argument("--rows", type=Path, help="where the cell writes its rows")
     parser.add_argument("--archs", default="beam")
-    parser.add_argument("--bases", default="bf16")
+    parser.add_argument("--bases", help="by comma; bf16, with --full mxfp8")
+    parser.add_argument("--ranks", help="adapter ranks, by comma; 32, with --full 16,32")
+    parser.add_argument("--full", action="store_true", help="Beam at its full size over tp * pp GPUs")
+    parser.add_argument("--plan", action="store_true", help="with --full: print the memory plans only")
+    parser.add_argument("--gpu-gib", type=float, default=140.4, help="GPU memory to plan with where no GPU is")
+    parser.add_argument("--of-tp", type=int, choices=[1, 2, 4, 8], default=SHARE, help="whose share a single rank has")
     parser.add_argument("--kernels-list", default="stock,ours")
     parser.add_argument("--attention-cells", action="store_true", help="add cells with attention adapters")
-    parser.add_argument("--only", help="arch/base/kernels/adapters of the cells to run, by semicolon")
-    parser.add_argument("--batches", default="64,32,16,8,4,2,1")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--only", help="arch/base/kernels/adapters[/rRANK] of the cells to run, by semicolon")
+    parser.add_argument("--batches", help="by comma; 64,32,16,8,4,2,1, with --full 64,32,8,1")
+    parser.add_argument("--layers", type=int, help="12, with --full 52")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
@@ -518,6 +754,13 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "beam_moe_vllm_decode")
     parser.add_argument("--report", action="store_true", help="print the tables of the committed results")
     opts = parser.parse_args()
+    full = opts.full or opts.arch == "beam-full"
+    opts.bases = opts.bases or ("mxfp8" if full else "bf16")
+    opts.ranks = opts.ranks or ("16,32" if full else str(RANK))
+    opts.batches = opts.batches or ("64,32,8,1" if full else "64,32,16,8,4,2,1")
+    opts.layers = opts.layers or (LAYERS if full else 12)
+    opts.work = opts.work.resolve()
+    opts.rows = opts.rows and opts.rows.resolve()
     importable(opts.work)
     sys.path.insert(0, str(ROOT / "bench"))
     if opts.report:
@@ -528,13 +771,12 @@ def main() -> int:
         if not rows:
             print(f"no results in {path}; BEAM_MOE_RESULTS names another folder")
             return 1
-        report(with_ratios(rows))
+        report(with_predictions(with_ratios(rows)))
         return 0
     if not opts.cell:
         return run_ladder(opts)
-    rows = run_cell(opts)
-    if opts.rows:
-        opts.rows.write_text(json.dumps(rows))
+    os.chdir(opts.work)  # vLLM's own subprocesses would import a checkout's folders by their bare names
+    run_cell(opts)
     return 0
 
 

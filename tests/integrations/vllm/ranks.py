@@ -312,6 +312,18 @@ def run_experts(runner, x, weights, ids) -> torch.Tensor:
     return out
 
 
+def choose_experts(block, layer: int) -> list:
+    """Ids that a layer's runner chooses for five known tokens by known router weights, without its gate."""
+    g = torch.Generator().manual_seed(layer)
+    gate = getattr(block.gate, "base_layer", block.gate)
+    gate.weight.data.copy_(torch.randn(E, H, generator=g))
+    gate.e_score_correction_bias.data.zero_()
+    runner = getattr(block.experts, "base_layer", block.experts)
+    assert runner.gate is None
+    x = torch.randn(5, H, generator=g).half()
+    return runner.router.select_experts(x, x, runner._quant_method.topk_indices_dtype)[1].tolist()
+
+
 def set_slots(manager, slots: list[int]) -> None:
     """Tell vLLM which slot each token of the batch uses, -1 for none, through its own metadata."""
     meta = manager._adapter_manager.punica_wrapper_mapping["language_model"].token_mapping_meta
@@ -336,7 +348,7 @@ def task_load(folder: Path, tp: int, pp: int, layout: str, shared: bool = False,
             return {"error": str(error), "layers": own_layers(model)}
         inner = manager._adapter_manager
         slot = inner.lora_index_to_id.index(1)
-        rank, differences, attention = get_tensor_model_parallel_rank(), [], []
+        rank, differences, attention, routed = get_tensor_model_parallel_rank(), [], [], []
         experts_tp = 1 if config.parallel_config.enable_expert_parallel else tp
         for layer in own_layers(model):
             block = model.model.layers[layer]
@@ -347,10 +359,12 @@ def task_load(folder: Path, tp: int, pp: int, layout: str, shared: bool = False,
                     mine = slice(rank * E // tp, (rank + 1) * E // tp)
                     want = {k: v[mine] for k, v in want.items()}
                 differences.append(largest_difference(experts_stacks(model, layer, slot), want))
+                routed.append(choose_experts(block.mlp, layer))
         return {
             "layers": own_layers(model),
             "differences": differences,
             "attention": attention,
+            "routed": routed,
             "kernels": sorted(
                 {type(r.routed_experts.quant_method.moe_kernel.fused_experts).__name__ for r in model.moe_layers}
             ),
@@ -405,8 +419,52 @@ def task_replay(folder: Path, tp: int, pp: int, sparse_from: int) -> dict:
         return {"equal": torch.equal(got, want), "shapes": shapes, "received": str(received.tensors[KEY].dtype)}
 
 
+def memory_parts(model) -> dict[str, int]:
+    """Bytes of a rank's parameters and LoRA buffers, by the names of bench/memory_plan.py."""
+    from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
+
+    parts: dict[str, int] = {}
+
+    def add(name: str, tensors) -> None:
+        for t in tensors:
+            parts[name] = parts.get(name, 0) + t.numel() * t.element_size()
+
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            part = "routers" if name.endswith("e_score_correction_bias") else "experts"
+        elif ".mlp.gate." in name:
+            part = "routers"
+        elif ".mlp." in name:
+            part = "dense layers"
+        elif "embed_tokens" in name:
+            part = "embedding"
+        elif "lm_head" in name or name == "model.norm.weight":
+            part = "head"
+        else:
+            part = "attention and norms"
+        add(part, [parameter])
+    for runner in model.moe_layers:
+        experts = runner.routed_experts.quant_method.moe_kernel.impl.fused_experts
+        add("rows of MXFP8 experts", [w for w in getattr(experts, "words", ()) if w is not None])
+    manager = getattr(model, "lora_manager", None)
+    for module in manager.modules.values() if manager is not None else ():
+        if isinstance(module, FusedMoEWithLoRA):
+            add("expert adapters", [*module.w13_lora_a_stacked, *module.w13_lora_b_stacked])
+            add("expert adapters", [*module.w2_lora_a_stacked, *module.w2_lora_b_stacked])
+        else:
+            add("other adapters", [*module.lora_a_stacked, *module.lora_b_stacked])
+    return parts
+
+
+def task_memory(folder: Path, tp: int, pp: int, rank: int, **options) -> dict:
+    """Bytes that this rank holds, by part."""
+    config = engine_config(write_config(folder / "model"), tp, pp, lora=rank > 0, max_lora_rank=rank, **options)
+    with built(config) as (model, _):
+        return {"layers": own_layers(model), "parts": memory_parts(model)}
+
+
 KEY = "beam_moe_routed_experts"
-TASKS = {"load": task_load, "replay": task_replay}
+TASKS = {"load": task_load, "replay": task_replay, "memory": task_memory}
 
 
 def main() -> None:
