@@ -23,6 +23,10 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_TOKENS": Variable(
         "512", "most tokens of a batch whose bf16 experts are ours in vLLM; larger ones are vLLM's"
     ),
+    "VLLM_ROUTER": Variable(
+        "512",
+        "most tokens of a batch whose experts our router chooses in vLLM's Beam; larger ones, with 0 all, are vLLM's",
+    ),
     "PDL": Variable("1", "0: no programmatic dependent launch between the kernels of one layer"),
     "PROGRESS": Variable("0", "1: show a progress bar while an adapter loads"),
     "RESULTS": Variable("", "benches: the folder that rows are written to, instead of bench/results"),

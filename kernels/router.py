@@ -433,6 +433,19 @@ def heuristic(tokens: int) -> dict:
     return {"block_t": 64, "fused": False, "split_grid": False, "warps": 4, "stages": 3}
 
 
+def launch_form(device: torch.device, tokens: int, experts: int, hidden: int, n_group: int = 1) -> tuple:
+    """What a `grouped_topk` call of this size compiles: equal for two sizes that launch the same kernels."""
+    config = tuning.lookup(device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
+    fused = config["fused"] and triton.cdiv(tokens, config["block_t"]) <= _COUNTERS
+    slots = triton.next_power_of_2(n_group) * triton.next_power_of_2(experts // n_group)
+    return (*sorted({**config, "fused": fused}.items()), None if fused else _rows(tokens, slots))
+
+
+def _rows(tokens: int, slots: int) -> int:
+    """Rows of logits that one program of the choice alone takes."""
+    return 1 if tokens <= 1024 else max(1, min(8, 1024 // slots))
+
+
 class _Counters:
     """Arrival counters of the fused launch: zeroed once, left zero by every launch, one set for each stream.
 
@@ -476,7 +489,7 @@ def _launch_route(planes, logits, bias, constants, weights, ids, pdl=False) -> N
     """``planes`` (PLANES, T, E) with innermost stride 1; ``constants`` as `_choice_constants` gives them."""
     count, tokens, experts = planes.shape
     slots = constants["GROUPS_P2"] * constants["GROUP_P2"]
-    rows = 1 if tokens <= 1024 else max(1, min(8, 1024 // slots))
+    rows = _rows(tokens, slots)
     _route_kernel[(triton.cdiv(tokens, rows),)](
         planes, logits, bias, weights, ids, tokens, experts, planes.stride(1), PLANES=count,
         **constants, ROWS=rows, PDL=pdl, num_warps=1 if slots <= 256 else 4, **_SAME_BITS,

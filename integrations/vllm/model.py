@@ -88,8 +88,13 @@ class BeamForCausalLM(VllmBeam, SupportsLoRA):
 
 
 def install(model: torch.nn.Module, runners: list[Any], vllm_config: VllmConfig) -> None:
-    """Give every MoE layer of Beam our experts, before vLLM builds its kernels; layers we cannot serve keep vLLM's."""
+    """Give every MoE layer of Beam our experts and our router, before vLLM builds its kernels.
+
+    Layers that we cannot serve keep vLLM's; a router is ours only where the experts are.
+    """
+    from beam_moe import env
     from beam_moe.integrations.vllm import experts as ours
+    from beam_moe.integrations.vllm import router
 
     if not ours.serves("BeamForCausalLM"):
         metrics.log_once("beam-moe: BEAM_MOE_VLLM leaves Beam's experts to vLLM")
@@ -100,7 +105,14 @@ def install(model: torch.nn.Module, runners: list[Any], vllm_config: VllmConfig)
         reason = ours.give_experts(runner)
         if reason is not None:
             metrics.fell_back(runner.layer_name, reason)
+        elif env.number("VLLM_ROUTER"):
+            reason = router.give_router(runner)
+            if reason is not None:
+                metrics.fell_back(f"the router of {runner.layer_name}", reason)
     if runners:
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         ours.ExpertsWarmup(model, runners, tokens).register_warmup()
+        routing = next(filter(None, map(router.routing_of, runners)), None)
+        if routing is not None:
+            router.RouterWarmup(routing, tokens, vllm_config.model_config.dtype).register_warmup()
         metrics.log_once("beam-moe: Beam's experts run on beam_moe.kernels.moe_lora")

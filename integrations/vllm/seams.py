@@ -122,6 +122,31 @@ SEAMS: tuple[Seam, ...] = (
         "the runner hands the factor to the experts",
     ),
     Seam(
+        MOE + "router/grouped_topk_router.py",
+        "GroupedTopKRouter._compute_routing",
+        ("self", "hidden_states", "router_logits", "indices_type", "input_ids"),
+        "attribute",
+        "Beam's logits and choice by beam_moe.kernels.router.grouped_topk, one launch for a decode batch",
+        "vLLM's router may hold the gate, or a plugin may choose the router",
+    ),
+    Seam(
+        MOE + "runner/moe_runner.py",
+        "MoERunner._forward_impl",
+        ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
+        "attribute",
+        "gate of Beam's runner becomes None: it then hands its router the hidden states, and the router calls the gate"
+        " where vLLM's path serves",
+        "as above",
+    ),
+    Seam(
+        MOE + "router/gate_linear.py",
+        "GateLinear.forward",
+        ("self", "x"),
+        "read",
+        "the gate of batches that vLLM's own router serves",
+        "as above",
+    ),
+    Seam(
         MOE + "experts/lora_context.py",
         "MoELoRAContext",
         None,

@@ -321,3 +321,27 @@ def test_two_streams(device):
                 results.append(grouped_topk(x, weight, top_k=8))
     torch.cuda.synchronize()
     assert all(torch.equal(w, want[0]) and torch.equal(i, want[1]) for w, i in results)
+
+
+def test_launch_form_tells_what_compiles(monkeypatch):
+    """Sizes of one form launch the same constants, sizes of two forms do not: a warm-up may run one size of each."""
+    from beam_moe.kernels import router as module
+
+    class Recorder:
+        def __init__(self, seen):
+            self.seen = seen
+
+        def __getitem__(self, grid):
+            return lambda *args, **constants: self.seen.append(tuple(sorted((k, str(v)) for k, v in constants.items())))
+
+    launched: list = []
+    monkeypatch.setattr(module, "_logits_kernel", Recorder(launched))
+    monkeypatch.setattr(module, "_route_kernel", Recorder(launched))
+    weight, forms = torch.zeros(64, 32), {}
+    for tokens in (1, 2, 16, 17, 64, 65, 512, 513, 1024, 1025, 4097):
+        launched.clear()
+        grouped_topk(torch.zeros(tokens, 32), weight, top_k=2, n_group=4, topk_group=2)
+        form = module.launch_form(weight.device, tokens, 64, 32, n_group=4)
+        forms.setdefault(form, set()).add(tuple(launched))
+    assert len(forms) == 5 and all(len(v) == 1 for v in forms.values())
+    assert len(set.union(*forms.values())) == len(forms)

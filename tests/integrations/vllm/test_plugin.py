@@ -220,7 +220,9 @@ def test_router_adapter_is_refused_by_name(harness, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.gate is a router"):
             manager.add_adapter(harness.request(path))
         assert not manager.list_adapters()
-        monkeypatch.setattr(adapters, "refuse_router", lambda lora_model: None)
+    monkeypatch.setattr(adapters, "refuse_router", lambda lora_model: None)
+    monkeypatch.setenv("BEAM_MOE_VLLM_ROUTER", "0")  # the runner then holds its gate, as vLLM wires it
+    with harness.built(harness.engine_config(harness.write_config(tmp_path / "m"))) as (model, manager):
         manager.add_adapter(harness.request(path))
         block = model.model.layers[2].mlp
         assert block.experts.base_layer.gate is not block.gate, "vLLM applies it: accept router adapters"

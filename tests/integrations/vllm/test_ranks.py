@@ -1,6 +1,9 @@
 """Over gloo: adapters in every layout reach each rank's buffers whole, and routed experts reach the last stage."""
 
 import pytest
+import torch
+
+from beam_moe.kernels.router import grouped_topk_reference
 
 LIMIT = 2e-3  # fp16 rounding of values around one
 TP2 = [
@@ -16,6 +19,13 @@ PP2 = [
     {"task": "replay", "sparse_from": 0},
     {"task": "replay", "sparse_from": 2},
 ]
+
+
+def routed(layer: int) -> list:
+    """What `ranks.choose_experts` must find on every rank."""
+    g = torch.Generator().manual_seed(layer)
+    weight, x = torch.randn(8, 64, generator=g), torch.randn(5, 64, generator=g).half()
+    return grouped_topk_reference(x, weight, torch.zeros(8), top_k=2, n_group=4, topk_group=2)[1].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +47,7 @@ def test_layouts_at_tensor_parallel_2(tp2):
             assert len(result["differences"]) == 2 and max(result["differences"]) < LIMIT, (rank, task, result)
             assert min(result["attention"]) > 0, "the attention gate's adapter did not arrive"
             assert result["kernels"] == ["BeamTritonExperts"]
+            assert result["routed"] == [routed(2), routed(3)]
 
 
 def test_pure_pipeline_stages(pp2):
@@ -45,6 +56,7 @@ def test_pure_pipeline_stages(pp2):
     for loaded in (0, 1):
         assert first[loaded]["layers"] == [0, 1] and first[loaded]["differences"] == [], first
         assert second[loaded]["layers"] == [2, 3] and max(second[loaded]["differences"]) < LIMIT, second
+        assert first[loaded]["routed"] == [] and second[loaded]["routed"] == [routed(2), routed(3)]
         assert min(first[loaded]["attention"] + second[loaded]["attention"]) > 0
     assert "expected target modules" in first[2]["error"] and "expected target modules" in second[2]["error"]
 
