@@ -33,8 +33,6 @@ class MoEConfig:
     up_warps: int = 4
     up_stages: int = 4
     splits: int = 4  # shares of the hidden axis in the first product
-    act_block_i: int = 64
-    act_warps: int = 4
     down_block_n: int = 128
     down_block_k: int = 64
     down_warps: int = 4
@@ -82,7 +80,6 @@ class MoEConfig:
             up_warps=8 if block_m == 128 else 4,
             up_stages=3,
             splits=1 if big else splits,
-            act_block_i=min(max(16, min(64, 2048 // block_m)), max(16, triton.next_power_of_2(inter))),
             down_block_n=min(128 if big else 64, max(16, triton.next_power_of_2(hidden))),
             down_block_k=min(64, max(16, triton.next_power_of_2(inter))),
             down_warps=8 if block_m == 128 else 4,
@@ -118,6 +115,11 @@ class MoEConfig:
             down_whole=inter <= 1024,
         )
 
+    @property
+    def act_block_i(self) -> int:
+        """Columns of gate and up that are activated at once: all that a program made, fewer where it has many rows."""
+        return min(self.up_block_n, max(16, 4096 // self.block_m))
+
     def candidates(self, base: str = "dense") -> Iterator[MoEConfig]:
         """Neighbours of this one, a group of fields at a time: what `bench/tune.py` tries."""
         for fields, choices in GROUPS[base]:
@@ -139,7 +141,6 @@ _DENSE: _Groups = (
         ("up_block_n", "up_block_k", "up_warps", "up_stages"),
         ((64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3)),
     ),
-    (("act_block_i", "act_warps"), ((16, 4), (32, 4), (64, 4), (64, 8), (128, 8))),
     (
         ("down_whole", "down_block_n", "down_warps", "down_stages", "down_tiles"),
         (
@@ -160,7 +161,6 @@ _DENSE: _Groups = (
 _MXFP8: _Groups = (
     (("splits",), ((1,), (2,), (4,), (5,))),
     (("up_block_k", "up_stages"), ((256, 2), (256, 3), (256, 4), (128, 4), (128, 6))),
-    (("act_block_i", "act_warps"), ((32, 4), (64, 4), (64, 8))),
     (
         ("down_block_n", "down_block_k", "down_stages", "down_tiles"),
         (

@@ -177,6 +177,7 @@ def _down_kernel(
     b2_ptr,  # (L, E, H, R)
     y_ptr,  # (P, H)
     v_ptr,  # (T, R), where B2 is shared
+    arrivals_ptr,  # of `gate_up`
     topk_weights_ptr,  # (P,)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
@@ -198,6 +199,7 @@ def _down_kernel(
     H: tl.constexpr,
     I: tl.constexpr,
     RANK: tl.constexpr,  # 0: no adapters
+    SHARED_A: tl.constexpr,
     SHARED_B: tl.constexpr,
     TILES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -264,6 +266,9 @@ def _down_kernel(
 
     wait_for_previous(PDL)
     let_next_start(PDL)
+    if RANK > 0:
+        if first_tile == 0:  # every program that waited for t is through
+            tl.store(arrivals_ptr + (0 if SHARED_A else block), 0)
     if expert >= 0:
         if ADAPTED:
             mine = (slot_m == first_slot) & (live_0 > 0)

@@ -1,4 +1,4 @@
-"""First launch over weights: ``gate | up = W13 @ x``, and the adapters' ``t = A13 @ x`` as further rows of one grid.
+"""The first product: ``gate | up = W13 @ x`` and the adapters' ``t = A13 @ x`` in one grid, up to the activated rows.
 
     x    (T, H)             bf16/fp16  activations
     w13  (E, 2I, H)         as x       gate rows, then up rows
@@ -8,8 +8,16 @@
 
 Weights stand on the long side of the matrix instruction (64 rows or more) and routed rows on its short one, so that
 few rows waste nothing of it. Every weight is read once by each block of at most ``BLOCK_M`` rows. H is cut into
-``SPLITS`` fixed shares, which keeps all processors busy to the end; `activate` adds the planes in their order, so a
-result depends neither on timing nor on the other rows of the batch.
+``SPLITS`` fixed shares, which keeps all processors busy to the end.
+
+Each program that has stored its part of a tile of I (gate or up, one share of H) arrives at the tile's counter, and the
+last of the 2 * SPLITS `activate`s the tile: it adds the planes in their order, so a result depends neither on timing
+nor on the other rows of the batch. It sets the counter back. Programs of t come before those that wait for them: a GPU
+starts a grid's programs in their order, so a waiting one never keeps the others from starting.
+
+    arrivals  int32: (MAX_BLOCKS,) programs of t that are through, in the first one alone where experts share A; then
+              (MAX_BLOCKS, TILES) parts of a tile that are there. Zero before and after a layer: `down` clears the
+              former.
 
 W13 in MXFP8 is decoded in registers on the way (`mxfp8`); A stays as it is.
 """
@@ -17,6 +25,7 @@ W13 in MXFP8 is decoded in registers on the way (`mxfp8`); A stays as it is.
 import triton
 import triton.language as tl
 
+from beam_moe.kernels.moe_lora.activate import activate
 from beam_moe.kernels.moe_lora.mxfp8 import mxfp8_rows_times_x
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
@@ -82,13 +91,25 @@ def _adapter_tile(
                 tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
 
 
+@triton.jit
+def _arrive(counter_ptr):
+    """Counts this program in once everything it stored can be seen; how many were there before it."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+
+
 @triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
 def _gate_up_kernel(
     x_ptr,  # (T, H)
     w13_ptr,  # (E, 2I, H)
     a_ptr,  # (L, E|1, R, H)
+    b_ptr,  # (L, E, I, R)
+    a2_ptr,  # (L, E, R, I)
     gu_ptr,  # (SPLITS, P, 2I)
     t_ptr,  # (SPLITS, P|T, NA * R)
+    h_ptr,  # (P, I)
+    s_ptr,  # (TILES, P, R)
+    arrivals_ptr,  # (MAX_BLOCKS + MAX_BLOCKS * TILES,)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (MAX_BLOCKS, BLOCK_M)
@@ -102,24 +123,34 @@ def _gate_up_kernel(
     SLOTS,
     MAX_BLOCKS,
     up_a_offset,
+    up_b_offset,
     stride_xt,
     stride_we,
     stride_wn,
     stride_al,
     stride_ae,
     stride_ar,
+    stride_bl,
+    stride_be,
+    stride_bi,
+    stride_a2l,
+    stride_a2e,
+    stride_a2r,
     H: tl.constexpr,
-    N: tl.constexpr,  # 2I
+    I: tl.constexpr,
     RANK: tl.constexpr,  # 0: no adapters
     NA: tl.constexpr,  # 1: gate and up share A
     TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,
     SHARED_A: tl.constexpr,
+    MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
     HAS_MAP: tl.constexpr,
     BLOCK_P: tl.constexpr,  # 0: rows come from the plan
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,  # of an activation, a part of BLOCK_N
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
     xn_ptr=None,  # (T, H) fp16: what follows is there under an MXFP8 base
@@ -136,35 +167,44 @@ def _gate_up_kernel(
     AHEAD: tl.constexpr = False,
     STAGES: tl.constexpr = 1,
 ):
-    """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS), after the blocks of tokens where experts share A."""
-    W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    """Grid (MAX_BLOCKS * units of a block,): t's row tiles, then W13's, times SPLITS.
+
+    Where experts share A the units of t go by blocks of tokens and come before all blocks of experts.
+    """
+    TILES: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N  # of gate, and as many of up
+    PARTS: tl.constexpr = BLOCK_N // BLOCK_I
+    W_UNITS: tl.constexpr = 2 * TILES * SPLITS
     A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = W_TILES if SHARED_A else W_TILES + A_TILES
+    A_UNITS: tl.constexpr = A_TILES * SPLITS
     A_BLOCK_K: tl.constexpr = BLOCK_K if BASE == "dense" else BLOCK_K // 2  # as many bytes of A as of codes
     K_SHARE: tl.constexpr = ((H + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)) * BLOCK_K
-    unit = tl.program_id(0)
-    block = tl.program_id(1)
+    program = tl.program_id(0)
     P = T * TOP_K
     wait_for_previous(PDL)
     let_next_start(PDL)
 
-    token_blocks = 0
+    t_arrivals = arrivals_ptr
+    first = 0
+    t_expected = A_UNITS
     if SHARED_A:
-        token_blocks = tl.cdiv(T, BLOCK_M)
-    if SHARED_A and block < token_blocks:
-        split = unit // A_TILES
-        if split < SPLITS:
-            token = block * BLOCK_M + tl.arange(0, BLOCK_M)
-            mask_m = token < T
-            token = tl.where(mask_m, token, 0)
-            _adapter_tile(
-                x_ptr, token.to(tl.int64) * stride_xt, a_ptr, unit * 0, t_ptr, split.to(tl.int64) * T + token, token,
-                mask_m, unit % A_TILES, split * K_SHARE, tl.minimum(split * K_SHARE + K_SHARE, H),
-                lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, INTERPRETED,
-            )  # fmt: skip
-    elif unit < TILES * SPLITS:
-        block -= token_blocks
+        first = tl.cdiv(T, BLOCK_M) * A_UNITS
+        t_expected = first
+    if SHARED_A and program < first:
+        token = program // A_UNITS * BLOCK_M + tl.arange(0, BLOCK_M)
+        split = program % A_UNITS // A_TILES
+        mask_m = token < T
+        token = tl.where(mask_m, token, 0)
+        _adapter_tile(
+            x_ptr, token.to(tl.int64) * stride_xt, a_ptr, program * 0, t_ptr, split.to(tl.int64) * T + token, token,
+            mask_m, program % A_TILES, split * K_SHARE, tl.minimum(split * K_SHARE + K_SHARE, H),
+            lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
+            H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, INTERPRETED,
+        )  # fmt: skip
+        _arrive(t_arrivals)
+    else:
+        UNITS: tl.constexpr = W_UNITS if SHARED_A else W_UNITS + A_UNITS
+        block = (program - first) // UNITS
+        unit = (program - first) % UNITS
         expert, pair, mask_m = block_rows(
             topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, P, E_GLOBAL, E,
             BLOCK_M, BLOCK_P, HAS_MAP,
@@ -174,37 +214,61 @@ def _gate_up_kernel(
                 tl.store(block_experts_ptr + block, expert)
                 tl.store(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M), tl.where(mask_m, pair, -1))
         if expert >= 0:
-            tile = unit % TILES
-            split = unit // TILES
-            k_first = split * K_SHARE
-            k_last = tl.minimum(k_first + K_SHARE, H)
             token = pair // TOP_K
             x_offsets = token.to(tl.int64) * stride_xt
-            row = split.to(tl.int64) * P + pair
-            if tile < W_TILES:
-                n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            if not SHARED_A:
+                t_arrivals += block
+            if (not SHARED_A) and unit < A_UNITS:
+                split = unit // A_TILES
+                _adapter_tile(
+                    x_ptr, x_offsets, a_ptr, expert, t_ptr, split.to(tl.int64) * P + pair, token, mask_m,
+                    unit % A_TILES, split * K_SHARE, tl.minimum(split * K_SHARE + K_SHARE, H),
+                    lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
+                    H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, INTERPRETED,
+                )  # fmt: skip
+                _arrive(t_arrivals)
+            else:
+                if not SHARED_A:
+                    unit -= A_UNITS
+                tile = unit % (2 * TILES)
+                split = unit // (2 * TILES)
+                k_first = split * K_SHARE
+                k_last = tl.minimum(k_first + K_SHARE, H)
+                is_up = tile // TILES
+                tile = tile % TILES
+                i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                n = is_up * I + i
                 if BASE == "mxfp8":
                     e = expert.to(tl.int64)
                     acc = mxfp8_rows_times_x(
-                        w13_ptr if W_TMA else w13_ptr + e * stride_we, expert * N + tile * BLOCK_N,
+                        w13_ptr if W_TMA else w13_ptr + e * stride_we, (expert * 2 + is_up) * I + tile * BLOCK_N,
                         n.to(tl.int64) * stride_wn, scales_ptr + e * stride_se + n.to(tl.int64) * stride_sn,
-                        words_ptr + e * N + n, n < N, x_ptr, x_offsets,
+                        words_ptr + e * (2 * I) + n, i < I, x_ptr, x_offsets,
                         xn_ptr, token.to(tl.int64) * H if NORMALIZED else x_offsets, x_words_ptr + token, mask_m,
                         k_first, k_last, H,
-                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0,
+                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, I % BLOCK_N != 0,
                         FP16, NORMALIZED, SOFT, W_TMA, AHEAD, STAGES, INTERPRETED,
                     )  # fmt: skip
                 else:
                     acc = _rows_times_x(
-                        w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N,
+                        w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, i < I,
                         x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED,
+                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, I % BLOCK_N != 0, INTERPRETED,
                     )  # fmt: skip
-                out = gu_ptr + row[:, None] * N + n[None, :]
-                tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
-            elif RANK > 0:
-                _adapter_tile(
-                    x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
-                    lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                    H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, INTERPRETED,
-                )  # fmt: skip
+                row = split.to(tl.int64) * P + pair
+                out = gu_ptr + row[:, None] * (2 * I) + n[None, :]
+                tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (i < I)[None, :], eviction_policy="evict_last")
+                counter = arrivals_ptr + MAX_BLOCKS + block * TILES + tile
+                if _arrive(counter) == 2 * SPLITS - 1:
+                    tl.store(counter, 0)
+                    if RANK > 0:
+                        while tl.atomic_add(t_arrivals, 0, sem="acquire", scope="gpu") < t_expected:
+                            pass
+                    last_part = tl.minimum((tile + 1) * PARTS, (I + BLOCK_I - 1) // BLOCK_I)
+                    for part in tl.range(tile * PARTS, last_part, num_stages=1):
+                        activate(
+                            gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, part, expert, pair, mask_m, T,
+                            lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
+                            stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r,
+                            I, RANK, NA, TOP_K, SPLITS, SHARED_A, MORE, BLOCK_M, BLOCK_I, BLOCK_R, INTERPRETED,
+                        )  # fmt: skip

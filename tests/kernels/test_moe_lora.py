@@ -23,7 +23,7 @@ from beam_moe.kernels.moe_lora import (
     torch_ops,
 )
 from beam_moe.kernels.moe_lora import workspace as workspace_module
-from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
+from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed, counters_needed
 from beam_moe.kernels.mxfp8 import quantize_reference
 from beam_moe.testing import assert_close, error_ratio
 
@@ -34,11 +34,11 @@ DTYPES = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
 LIMIT = {torch.float16: 2e-4, torch.bfloat16: 8e-4 if CUDA else 1e-2}
 # H 48 and I 24 divide no tile of these, so each load is masked; `TILED` cuts the same shape into many tiles.
 SMALL = MoEConfig(
-    rows="plan", block_m=16, up_block_n=64, up_block_k=32, up_stages=2, splits=2, act_block_i=32,
+    rows="plan", block_m=16, up_block_n=64, up_block_k=32, up_stages=2, splits=2,
     down_block_n=64, down_block_k=32, down_stages=2, combine_block_h=64, combine_block_t=4,
 )  # fmt: skip
 TILED = dataclasses.replace(
-    SMALL, up_block_n=32, up_block_k=16, act_block_i=16, down_block_n=16, down_block_k=16, down_tiles=2,
+    SMALL, up_block_n=32, up_block_k=16, down_block_n=16, down_block_k=16, down_tiles=2,
     combine_block_h=16, combine_block_t=2,
 )  # fmt: skip
 
@@ -169,7 +169,8 @@ def test_batches_beyond_a_pass(device, monkeypatch, with_workspace):
     if with_workspace:
         shape = Shape(4, 2, 4, 48, 24, 8)
         memory = torch.empty(bytes_needed(shape, SMALL), dtype=torch.uint8, device=device)
-        args["workspace"] = Workspace(memory, 4, 2, 8)
+        arrivals = torch.zeros(counters_needed(shape, SMALL), dtype=torch.int32, device=device)
+        args["workspace"] = Workspace(memory, arrivals, 4, 2, 8)
     check(args)
 
 
@@ -454,6 +455,26 @@ def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
     monkeypatch.undo()
     assert after == before and got is args["out"]
     assert_close("fused_moe", ref, got, LIMIT[torch.float16])
+
+
+@pytest.mark.parametrize("config", [SMALL, TILED, dataclasses.replace(SMALL, rows="search", splits=1)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_counters_are_zero_between_calls(device, config, shared):
+    """Calls of any routing, size and bank hand the counters on as they found them."""
+    arrivals = torch.zeros(200, dtype=torch.int32, device=device)
+    for tokens in (9, 1, 5):
+        args = layer(device, tokens, rank=8, shared=shared)
+        args["topk_ids"][0, 0] = -1
+        for some in (args, bare(args), {**args, "lora_ids": torch.full_like(args["lora_ids"], -1)}):
+            got = fused_moe(**some, arrivals=arrivals, config=config)
+            assert_close("fused_moe", reference(some), got, LIMIT[torch.float16])
+            assert not arrivals.any()
+
+
+def test_too_few_counters_are_refused(device):
+    args = layer(device, 4)
+    with pytest.raises(ValueError, match=r"fused_moe: arrivals must be at least \d+ counters for .*, got 2"):
+        fused_moe(**args, arrivals=torch.zeros(2, dtype=torch.int32, device=device), config=SMALL)
 
 
 def test_a_workspace_serves_smaller_batches_and_bare_rows_after_larger_ones(device):
