@@ -1,32 +1,42 @@
 """The RL loop closed on one machine: vLLM with our plugin rolls out, Megatron trains, weights go back, repeat.
 
-    python bench/rl_loop.py train --mode bf16 --engine-python PYTHON      # or lora, mxfp8
+    python bench/rl_loop.py train --mode lora                  # or bf16, mxfp8
+    python bench/rl_loop.py train --mode bf16 --train-pp 2     # two GPUs: two pipeline stages train
+    python bench/rl_loop.py train --mode bf16 --rollout-tp 2   # two GPUs: tensor parallel rollouts
     python bench/rl_loop.py plot [RESULTS.json]
 
 A small Beam (12 layers, 32 experts, fp32 router, random to begin with) learns a task with a verifiable reward and no
-tokenizer: the prompt names one of four classes of tokens, the reward is the share of generated tokens of that class.
-Updates are GRPO's with a reward for each token, its own hit or miss: advantages normalised within the group of one
-prompt, importance ratios against the engine's own log-probabilities, clipped.
+tokenizer: the prompt names one of four classes of tokens, the reward is the share of generated tokens of that class, a
+quarter by chance. Updates are GRPO's with a reward for each token, its own hit or miss: advantages normalised within
+the group of one prompt, importance ratios against the engine's own log-probabilities, clipped.
 
 Trainer and engine need different transformers, so the engine is a process of its own, started by rank 0 with
-``--engine-python`` (default: this Python) and ``--engine-path`` as its PYTHONPATH. They share one GPU, or use the
-engine's ``--engine-devices``. Start with ``torchrun`` for pipeline (``--pp``) or expert (``--ep``) parallel training.
+``--engine-python`` (default: this Python), ``--engine-path`` as its PYTHONPATH and ``--engine-preload`` as its
+LD_PRELOAD. They share one GPU, or use the engine's ``--engine-devices``. Tensors pass through a file in memory. An
+engine that fails or ends stops the loop with the engine's traceback, or the end of its log.
 
 Each step logs the reward, seconds by phase, and how far the trainer's log-probabilities of the generated tokens lie
 from the engine's: with router replay, router and LM head in fp32 (the default on both sides), and, every
 ``--compare-every`` steps, with one of them undone in the trainer. ``rounding`` in the last row says what bf16 explains:
-the same weights and tokens in fp32 arithmetic, against the bf16 trainer and against the engine.
+the same weights and tokens in fp32 arithmetic, against the bf16 trainer and against the engine. Rows are written as
+each step ends; ``--minutes`` ends the loop in time.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import logging
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
@@ -44,6 +54,8 @@ MODEL = {
 }  # fmt: skip
 EXPERTS = ["*.experts.*_proj.weight"]  # what the MXFP8 wire carries quantised
 MODES = ("lora", "bf16", "mxfp8")
+LR = {"lora": 3e-3, "bf16": 5e-4, "mxfp8": 5e-4}
+KV_BYTES = 4 << 30
 VARIANTS = ("r3_off", "router_bf16", "head_bf16")
 
 
@@ -118,11 +130,22 @@ def write_checkpoints(folder: Path, wire: str = "bf16") -> tuple[Path, Path]:
 
 
 def engine(args: argparse.Namespace) -> None:
-    """Serve ``generate``, ``weights``, ``adapter`` and ``routers`` over a socket until ``stop``."""
+    """Serve ``generate``, ``weights``, ``adapter`` and ``routers`` over a socket until ``stop`` or a first error."""
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
     if args.tp == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with Client(args.socket, "AF_UNIX") as wire:
+        try:
+            serve(args, wire)
+        except EOFError:  # the trainer is gone
+            return
+        except BaseException:
+            wire.send((False, traceback.format_exc()))
+            raise
+
+
+def serve(args: argparse.Namespace, wire) -> None:
     sys.path.insert(0, str(ROOT / "bench"))
     import vllm_decode
 
@@ -133,108 +156,136 @@ def engine(args: argparse.Namespace) -> None:
 
     from beam_moe.integrations.vllm.weight_sync import EXTENSION, AdapterSync, sync_weights
 
-    more = {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank} if args.rank else {}
+    more: dict = {"enable_lora": True, "max_loras": 1, "max_lora_rank": args.rank} if args.rank else {}
     if args.quantization:
         more["quantization"] = args.quantization
+    # A KV cache of a given size: nothing is measured while the trainer takes its own memory.
     llm = LLM(
         model=args.model, skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=256, max_num_seqs=256,
-        max_num_batched_tokens=4096, gpu_memory_utilization=args.memory, enable_prefix_caching=True,
-        enable_return_routed_experts=True, hf_overrides={"head_dtype": "float32"}, worker_extension_cls=EXTENSION,
-        tensor_parallel_size=args.tp, compilation_config={"cudagraph_capture_sizes": [1, 8, 32, 128, 256]}, **more,
+        max_num_batched_tokens=4096, gpu_memory_utilization=args.memory, kv_cache_memory_bytes=KV_BYTES,
+        enable_prefix_caching=True, enable_return_routed_experts=True, hf_overrides={"head_dtype": "float32"},
+        worker_extension_cls=EXTENSION, tensor_parallel_size=args.tp, kernel_config={"enable_jit_warmup": False},
+        compilation_config={"cudagraph_capture_sizes": [1, 8, 32, 128, 256]}, **more,
     )  # fmt: skip
     adapter, request = AdapterSync("policy", 1), None
-    with Client(args.socket, "AF_UNIX") as wire:
-        wire.send("ready")
-        while True:
-            what, *given = wire.recv()
-            answer = None
-            try:
-                if what == "stop":
-                    return
-                if what == "generate":
-                    prompts, new = given
-                    params = SamplingParams(
-                        temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=0
-                    )
-                    outs = llm.generate(
-                        [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=request
-                    )
-                    done = [o.outputs[0] for o in outs]
-                    answer = (
-                        [list(o.token_ids) for o in done],
-                        [[d[t].logprob for d, t in zip(o.logprobs, o.token_ids)] for o in done],
-                        np.stack([np.asarray(o.routed_experts) for o in done]).astype(np.uint8),
-                    )
-                elif what == "weights":
-                    path, routers = given
-                    sync_weights(llm, load_file(path), routers)
-                elif what == "adapter":
-                    path, config = given
-                    request = adapter.update(llm, load_file(path), config)
-                elif what == "routers":
-                    found = llm.collective_rpc("beam_moe_check_routers", args=given)
-                    answer = sorted({n for names in found for n in names})
-                wire.send((True, answer))
-            except Exception as e:  # the trainer decides what an engine's error means
-                wire.send((False, f"{type(e).__name__}: {e}"))
+    params = SamplingParams(temperature=1.0, max_tokens=args.new, ignore_eos=True, detokenize=False, logprobs=0)
+    answer: object = llm.collective_rpc("beam_moe_report")[0]
+    while True:
+        wire.send((True, answer))
+        what, *given = wire.recv()
+        answer = None
+        if what == "stop":
+            return
+        if what == "generate":
+            (prompts,) = given
+            inputs = [{"prompt_token_ids": p} for p in prompts]
+            outs = llm.generate(inputs, params, use_tqdm=False, lora_request=request)
+            done = [o.outputs[0] for o in outs]
+            answer = (
+                [list(o.token_ids) for o in done],
+                [[d[t].logprob for d, t in zip(o.logprobs, o.token_ids)] for o in done],
+                np.stack([np.asarray(o.routed_experts) for o in done]).astype(np.uint8),
+            )
+        elif what == "weights":
+            path, routers = given
+            sync_weights(llm, load_file(path), routers)
+        elif what == "adapter":
+            path, config = given
+            request = adapter.update(llm, load_file(path), config)
+        elif what == "routers":
+            found = llm.collective_rpc("beam_moe_check_routers", args=given)
+            answer = sorted({n for names in found for n in names})
 
 
 class Engine:
-    """Rank 0's end of the engine's process."""
+    """Rank 0's end of the engine's process. An engine that failed, ended or is silent is a ``RuntimeError``."""
+
+    # what the trainer's process has for itself; the engine gets its own or none
+    OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "LD_PRELOAD")
 
     def __init__(self, args: argparse.Namespace, folder: Path, model: Path):
-        self.scratch = Path(tempfile.mkdtemp(prefix="rl_loop", dir="/dev/shm"))
-        socket = str(self.scratch / "socket")
-        listener = Listener(socket, "AF_UNIX")
-        env = dict(os.environ)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
-            env.pop(name, None)
-        if args.engine_path:
-            env["PYTHONPATH"] = args.engine_path
-        if args.engine_preload:
-            env["LD_PRELOAD"] = args.engine_preload
-        if args.engine_devices:
-            env["CUDA_VISIBLE_DEVICES"] = args.engine_devices
+        shared = Path("/dev/shm")
+        roomy = shared.is_dir() and shutil.disk_usage(shared).free > 4 << 30
+        self.scratch = Path(tempfile.mkdtemp(prefix="rl_loop", dir=shared if roomy else None))
+        self.log = Path(args.engine_log or folder / f"engine_{args.mode}.log")
+        self.wire, address = None, str(self.scratch / "socket")
+        self.listener = Listener(address, "AF_UNIX")
+        env = {k: v for k, v in os.environ.items() if k not in (*self.OWN, "CUDA_DEVICE_MAX_CONNECTIONS")}
+        given = {"PYTHONPATH": "path", "LD_PRELOAD": "preload", "CUDA_VISIBLE_DEVICES": "devices"}
+        env |= {k: v for k, name in given.items() if (v := getattr(args, f"engine_{name}"))}
         command = [
-            args.engine_python, __file__, "engine", "--socket", socket, "--model", str(model), "--folder", str(folder),
-            "--rank", str(args.rank if args.mode == "lora" else 0), "--tp", str(args.engine_tp), "--memory",
-            str(args.engine_memory),
+            args.engine_python, str(Path(__file__).resolve()), "engine", "--socket", address, "--model", str(model),
+            "--folder", str(folder), "--rank", str(args.rank if args.mode == "lora" else 0), "--tp",
+            str(args.rollout_tp), "--memory", str(args.engine_memory), "--new", str(args.new),
         ]  # fmt: skip
         if args.mode == "mxfp8" and args.wire == "bf16":
             command += ["--quantization", "mxfp8"]
-        self.process = subprocess.Popen(command, env=env)
+        # Not in the checkout: a bare folder beam_moe/ in the working directory would hide the package from vLLM.
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command, env=env, cwd=self.scratch, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def failed(self, why: str) -> RuntimeError:
+        lines = self.log.read_text(errors="replace").splitlines()[-60:]
+        return RuntimeError("\n".join([f"engine: {why}; the end of {self.log}:", *lines]))
+
+    def ready(self, seconds: float = 420) -> dict:
+        """Wait until the model is loaded; what serves its layers."""
         accepted: list = []
-        threading.Thread(target=lambda: accepted.append(listener.accept()), daemon=True).start()
+        threading.Thread(target=lambda: accepted.append(self.listener.accept()), daemon=True).start()
+        end = time.time() + seconds
         while not accepted:
             if self.process.poll() is not None:
-                raise RuntimeError(f"engine: exited with {self.process.returncode} before it was ready")
-            time.sleep(0.2)
+                raise self.failed(f"exited with {self.process.returncode} before it was ready")
+            if time.time() > end:
+                raise self.failed(f"did not connect within {seconds} s")
+            time.sleep(0.1)
         (self.wire,) = accepted
-        self.wire.recv()  # sent when the model is loaded
+        return self._answer("start", end - time.time())
 
-    def ask(self, what: str, *given):
-        self.wire.send((what, *given))
-        ok, answer = self.wire.recv()
+    def _answer(self, what: str, seconds: float):
+        end = time.time() + seconds
+        try:
+            while not self.wire.poll(1):
+                if time.time() > end:
+                    raise self.failed(f"no answer to {what} within {seconds:.0f} s")
+            ok, answer = self.wire.recv()
+        except (EOFError, ConnectionError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+            raise self.failed(f"ended during {what} with {self.process.returncode}") from None
         if not ok:
             raise RuntimeError(f"engine: {what}: {answer}")
         return answer
+
+    def ask(self, what: str, *given, seconds: float = 240):
+        with contextlib.suppress(ConnectionError):  # then reading says what happened
+            self.wire.send((what, *given))
+        return self._answer(what, seconds)
 
     def send(self, what: str, tensors, *given) -> None:
         """Named tensors through a file in memory."""
         from safetensors.torch import save_file
 
         path = self.scratch / "tensors.safetensors"
-        save_file({n: t.detach().cpu().clone().contiguous() for n, t in tensors}, path)
+        save_file({n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors}, path)
         self.ask(what, str(path), *given)
         path.unlink()
 
     def stop(self) -> None:
-        with contextlib.suppress(OSError, EOFError):
-            self.wire.send(("stop",))
-        self.process.wait(60)
-        for left in self.scratch.iterdir():
-            left.unlink()
-        self.scratch.rmdir()
+        if self.wire is not None:
+            with contextlib.suppress(OSError):
+                self.wire.send(("stop",))
+        try:
+            self.process.wait(20 if self.wire is not None else 0.1)
+        except subprocess.TimeoutExpired:
+            pass
+        with contextlib.suppress(ProcessLookupError):  # its workers too
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.listener.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 # --- the trainer
@@ -279,7 +330,7 @@ class Trainer:
         provider = bridge.to_megatron_provider(load_weights=True)
         fields = {
             "params_dtype": dtype, "pipeline_dtype": dtype, "bf16": ddp is not None, "fp16": False,
-            "pipeline_model_parallel_size": args.pp, "expert_model_parallel_size": args.ep,
+            "pipeline_model_parallel_size": args.train_pp, "expert_model_parallel_size": args.train_ep,
             "expert_tensor_parallel_size": 1, "moe_enable_routing_replay": True, "cross_entropy_loss_fusion": False,
             "persist_layer_norm": False, "seq_length": PROMPT + args.new,
         }  # fmt: skip
@@ -312,6 +363,8 @@ class Trainer:
         from beam_moe.integrations.megatron.replay import forward, replaying
 
         micro = min(self.args.micro_batch, len(batch["tokens"]))
+        if len(batch["tokens"]) % micro:
+            raise ValueError(f"rl_loop: --micro-batch must divide {len(batch['tokens'])} rows, got {micro}")
         parts = range(0, len(batch["tokens"]), micro)
         found, starts = [], iter(parts)
 
@@ -419,45 +472,83 @@ def difference(ours, theirs) -> dict[str, float]:
     }
 
 
+def launch(world: int) -> None:
+    """This command once for each rank, on one machine; the first that fails ends the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+    shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [subprocess.Popen(command, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
+    while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+        time.sleep(0.5)
+    for p in ranks:
+        p.terminate()
+    if failed := [r for r, p in enumerate(ranks) if p.wait()]:
+        raise SystemExit(f"rl_loop: ranks {failed} failed")
+
+
 def train(args: argparse.Namespace) -> None:
+    if args.wire == "mxfp8" and args.mode != "mxfp8":
+        raise SystemExit("--wire mxfp8 goes with --mode mxfp8")
+    if args.train_pp * args.train_ep > 1 and "RANK" not in os.environ:
+        return launch(args.train_pp * args.train_ep)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     sys.path.insert(0, str(ROOT / "bench"))
+    folder = Path(args.folder)
+    if importlib.util.find_spec("beam_moe") is None:
+        import vllm_decode
+
+        vllm_decode.importable(folder / f"rank{rank}")
     import harness
+    import torch
+    import torch.distributed as dist
+
+    args.lr = args.lr or LR[args.mode]
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    logging.disable(logging.INFO)  # megatron-core lists every parameter
+    started = time.time()
+    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ.setdefault('MASTER_PORT', '29577')}"
+    dist.init_process_group("nccl" if cuda else "gloo", address, rank=rank, world_size=world)
+    paths = [write_checkpoints(folder, args.wire)] if rank == 0 else [None]
+    host = Engine(args, folder, paths[0][1]) if rank == 0 else None
+    try:
+        dist.broadcast_object_list(paths)
+        loop(args, host, paths[0][0], harness, started)
+    finally:
+        if host:
+            host.stop()
+    dist.destroy_process_group()
+
+
+def loop(args: argparse.Namespace, host: Engine | None, checkpoint: Path, harness, started: float) -> None:
+    """Roll out, score, update, sync, until ``--steps`` or ``--minutes``; ``host`` on rank 0 alone."""
     import torch
     import torch.distributed as dist
     from rich.progress import Progress
 
-    if args.wire == "mxfp8" and args.mode != "mxfp8":
-        raise SystemExit("--wire mxfp8 goes with --mode mxfp8")
-    args.lr = args.lr or {"lora": 3e-3, "bf16": 5e-4, "mxfp8": 5e-4}[args.mode]
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    port = os.environ.setdefault("MASTER_PORT", "29577")
-    address = f"tcp://{os.environ.setdefault('MASTER_ADDR', '127.0.0.1')}:{port}"
-    dist.init_process_group("nccl" if cuda else "gloo", address, rank=rank, world_size=world)
-    from beam_moe.integrations.megatron import register
+    from beam_moe.integrations.megatron import AdapterSource, WeightSource, register
+    from beam_moe.weight_sync import declare_routers
 
     register()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from beam_moe.integrations.megatron import AdapterSource, WeightSource
-    from beam_moe.weight_sync import declare_routers
-
+    world, cuda = dist.get_world_size(), torch.cuda.is_available()
     parallel_state.initialize_model_parallel(
-        1, args.pp, expert_model_parallel_size=args.ep, expert_tensor_parallel_size=1
+        1, args.train_pp, expert_model_parallel_size=args.train_ep, expert_tensor_parallel_size=1
     )
     model_parallel_cuda_manual_seed(0)
-    folder = Path(args.folder)
-    paths = [write_checkpoints(folder, args.wire)] if rank == 0 else [None]
-    dist.broadcast_object_list(paths)
-    trainer_path, engine_path = paths[0]
-    host = Engine(args, folder, engine_path) if rank == 0 else None
-    trainer = Trainer(args, trainer_path)
+    trainer = Trainer(args, checkpoint)
+    if host:
+        layers = host.ready()["layers"]
+        served = sorted({str(layer["experts"]) for layer in layers})
+        print(f"rl_loop {args.mode}: ready in {time.time() - started:.0f} s, experts {', '.join(served)}", flush=True)
 
     def whole(found):
         """A last stage's result on every rank."""
@@ -466,7 +557,7 @@ def train(args: argparse.Namespace) -> None:
         dist.broadcast(out, world - 1)  # the last rank is of the last stage
         return out
 
-    frozen = {}
+    frozen: dict = {}
 
     def sync() -> bool:
         """Send what was trained; whether the engine's routers have the trainer's bits."""
@@ -486,77 +577,86 @@ def train(args: argparse.Namespace) -> None:
             host.send(*sent)
         return host is None or set(host.ask("routers", declared)) == set(declared)
 
-    rows, seconds, started, mark = [], {}, time.time(), [0.0]
+    seconds, mark = {}, [0.0]
 
     def lap(name: str) -> None:
         if cuda:
             torch.cuda.synchronize()
         now = time.time()
         seconds[name], mark[0] = round(now - mark[0], 3), now
-        bar.update(task, description=f"{args.mode} {name}")
+        bar.update(task, description=f"{args.mode}: {name} done, {seconds[name]:.1f} s")
 
-    try:
-        exact = sync()
-        with Progress(disable=rank != 0) as bar:
-            task = bar.add_task(f"{args.mode}", total=args.steps)
-            for number in range(args.steps):
-                seconds.clear()
-                mark[0] = time.time()
-                prompts, classes = new_prompts(args.prompts)
-                given = [p for p in prompts for _ in range(args.group)]
-                box = [host.ask("generate", given, args.new)] if host else [None]
-                dist.broadcast_object_list(box)
-                new, logprobs, routes = box[0]
-                lap("rollout")
-                tokens = torch.tensor([p + n for p, n in zip(given, new)], device=trainer.device)
-                wanted = torch.tensor(classes, device=trainer.device).repeat_interleave(args.group)
-                answer = tokens[:, PROMPT:]
-                hit = (answer % CLASSES == wanted[:, None]) & (answer >= FIRST)
-                reward = hit.float().mean()
-                groups = hit.float().view(args.prompts, -1)
-                advantage = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-                batch = {
-                    "tokens": tokens, "logprobs": torch.tensor(logprobs, device=trainer.device),
-                    "advantages": advantage.view_as(hit), "routes": torch.from_numpy(routes).to(trainer.device),
-                }  # fmt: skip
-                if routes.shape[1] != tokens.shape[1] - 1:
-                    raise RuntimeError(f"routes {routes.shape} for {tuple(tokens.shape)} tokens")
-                ours = whole(trainer.schedule(trainer.chunks, batch, batch["routes"]))
-                row = {
-                    "case": f"{args.mode}/{args.tag}{number}", "mode": args.mode, "step": number,
-                    "reward": float(reward), **difference(ours, batch["logprobs"]), "router_exact": exact,
-                    "pp": args.pp, "ep": args.ep, "engine_tp": args.engine_tp,
-                }  # fmt: skip
-                if number % args.compare_every == 0:
-                    row["variants"] = {}
-                    for what in VARIANTS:
-                        with trainer.undone(what):
-                            replay = None if what in ("r3_off", "router_bf16") else batch["routes"]
-                            other = whole(trainer.schedule(trainer.chunks, batch, replay))
-                        row["variants"][what] = difference(other, batch["logprobs"])
-                if number == args.steps - 1:
-                    exactly = whole(trainer.in_fp32(batch))
-                    row["rounding"] = {
-                        "trainer": difference(ours, exactly),
-                        "engine": difference(batch["logprobs"], exactly),
-                    }
-                lap("score")
-                row["grad_norm"] = trainer.update(batch)
-                lap("update")
-                exact = sync()
-                lap("sync")
-                row["seconds"] = dict(seconds)
-                rows.append(row)
-                bar.advance(task)
-                if rank == 0 and (number % 5 == 0 or number == args.steps - 1):
-                    shown = {k: row[k] for k in ("step", "reward", "logprob_diff_mean", "kl", "router_exact")}
-                    bar.console.print(json.dumps({**shown, **seconds}))
-    finally:
-        if host:
-            host.stop()
-        if rank == 0 and rows:
-            print(f"{len(rows)} steps in {time.time() - started:.0f} s -> {harness.write_rows('rl_loop', rows)}")
-    dist.destroy_process_group()
+    run = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    exact, first, longest, number, last = sync(), None, 0.0, 0, False
+    bar = Progress(disable=host is None or not sys.stdout.isatty())  # off a terminal a line for each step is all
+    task = bar.add_task(args.mode, total=args.steps)
+    with bar:
+        while not last:
+            seconds.clear()
+            begun = mark[0] = time.time()
+            prompts, classes = new_prompts(args.prompts)
+            given = [p for p in prompts for _ in range(args.group)]
+            last = number + 1 >= args.steps or begun - started + 2 * longest > 60 * args.minutes
+            box = [(host.ask("generate", given), last)] if host else [None]
+            dist.broadcast_object_list(box)
+            (new, logprobs, routes), last = box[0]
+            lap("rollout")
+            tokens = torch.tensor([p + n for p, n in zip(given, new)], device=trainer.device)
+            wanted = torch.tensor(classes, device=trainer.device).repeat_interleave(args.group)
+            answer = tokens[:, PROMPT:]
+            hit = (answer % CLASSES == wanted[:, None]) & (answer >= FIRST)
+            groups = hit.float().view(args.prompts, -1)
+            advantage = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+            batch = {
+                "tokens": tokens, "logprobs": torch.tensor(logprobs, device=trainer.device),
+                "advantages": advantage.view_as(hit), "routes": torch.from_numpy(routes).to(trainer.device),
+            }  # fmt: skip
+            if routes.shape[1] != tokens.shape[1] - 1:
+                raise RuntimeError(f"routes {routes.shape} for {tuple(tokens.shape)} tokens")
+            ours = whole(trainer.schedule(trainer.chunks, batch, batch["routes"]))
+            row = {
+                "case": f"{args.mode}/{args.tag}{number}", "mode": args.mode, "step": number, "run": run,
+                "reward": float(hit.float().mean()), **difference(ours, batch["logprobs"]), "router_exact": exact,
+                "train_pp": args.train_pp, "train_ep": args.train_ep, "rollout_tp": args.rollout_tp, "wire": args.wire,
+                "lr": args.lr,
+            }  # fmt: skip
+            lap("score")
+            if number % args.compare_every == 0 or last:
+                row["variants"] = {}
+                for what in VARIANTS:
+                    with trainer.undone(what):
+                        replay = None if what in ("r3_off", "router_bf16") else batch["routes"]
+                        other = whole(trainer.schedule(trainer.chunks, batch, replay))
+                    row["variants"][what] = difference(other, batch["logprobs"])
+                lap("compare")
+            if last:
+                exactly = whole(trainer.in_fp32(batch))
+                row["rounding"] = {
+                    "trainer": difference(ours, exactly),
+                    "engine": difference(batch["logprobs"], exactly),
+                }
+                lap("rounding")
+            row["grad_norm"] = trainer.update(batch)
+            lap("update")
+            exact = sync()
+            lap("sync")
+            row["seconds"] = dict(seconds)
+            longest = max(longest, time.time() - begun) if number else longest  # the first step compiles
+            first = row["reward"] if first is None else first
+            if host:
+                path = harness.write_rows("rl_loop", [row])
+                spent = " ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+                print(
+                    f"{args.mode} step {number} reward {row['reward']:.3f} |dlogp| mean {row['logprob_diff_mean']:.4f} "
+                    f"max {row['logprob_diff_max']:.3f} kl {row['kl']:.1e} router "
+                    f"{'exact' if row['router_exact'] else 'DIFFERS'} grad {row['grad_norm']:.2f} s: {spent}",
+                    flush=True,
+                )
+            number += 1
+            bar.advance(task)
+    if host:
+        took = time.time() - started
+        print(f"rl_loop {args.mode}: {number} steps in {took:.0f} s, reward {first:.3f} -> {row['reward']:.3f}, {path}")
 
 
 # --- the plot
@@ -570,6 +670,8 @@ def plot(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = [r for r in json.loads(path.read_text()) if r["case"] == f"{r['mode']}/{r['step']}"]
+    newest = {mode: max((r["run"] for r in rows if r["mode"] == mode), default=None) for mode in MODES}
+    rows = [r for r in rows if r["run"] == newest[r["mode"]]]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     for mode in MODES:
         mine = sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["step"])
@@ -611,16 +713,18 @@ def main() -> None:
         help="in MXFP8 mode: bf16 weights that the engine quantises (every linear), or experts already quantised",
     )  # fmt: skip
     t.add_argument("--compare-every", type=int, default=5)
-    t.add_argument("--pp", type=int, default=1)
-    t.add_argument("--ep", type=int, default=1)
+    t.add_argument("--minutes", type=float, default=9, help="end after the step that would pass this")
+    t.add_argument("--train-pp", type=int, default=1, help="pipeline stages of the trainer, one GPU each")
+    t.add_argument("--train-ep", type=int, default=1, help="expert parallel ranks of the trainer")
     t.add_argument("--folder", default=tempfile.gettempdir() + "/rl_loop")
     t.add_argument("--tag", default="", help="put before the step in a row's case, for runs of other layouts")
     t.add_argument("--engine-python", default=sys.executable)
     t.add_argument("--engine-path", default=None, help="PYTHONPATH of the engine's process")
     t.add_argument("--engine-preload", default=None, help="LD_PRELOAD of the engine's process")
     t.add_argument("--engine-devices", default=None, help="CUDA_VISIBLE_DEVICES of the engine's process")
-    t.add_argument("--engine-tp", type=int, default=1)
-    t.add_argument("--engine-memory", type=float, default=0.3)
+    t.add_argument("--engine-log", default=None, help="file of the engine's output, default in --folder")
+    t.add_argument("--engine-memory", type=float, default=0.3, help="share of the GPU that must be free for the engine")
+    t.add_argument("--rollout-tp", type=int, default=1, help="tensor parallel ranks of the engine")
     t.set_defaults(run=train)
     e = commands.add_parser("engine")
     for name in ("socket", "model", "folder"):
@@ -628,6 +732,7 @@ def main() -> None:
     e.add_argument("--rank", type=int, default=0)
     e.add_argument("--tp", type=int, default=1)
     e.add_argument("--memory", type=float, default=0.3)
+    e.add_argument("--new", type=int, default=12)
     e.add_argument("--quantization", default=None)
     e.set_defaults(run=engine)
     p = commands.add_parser("plot")
