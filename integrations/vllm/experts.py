@@ -19,6 +19,10 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8 import (  # noqa: E501
+    CompressedTensorsW8A8Mxfp8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE
 from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineMoEMethod
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
@@ -32,6 +36,13 @@ PINNED_TOKENS = 32
 """Under ``VLLM_BATCH_INVARIANT`` every batch sums in the order of this size."""
 LARGEST_CALL = 16384
 """Most tokens `fused_moe` takes in one call."""
+MXFP8_METHODS: dict[type, tuple[str, str]] = {
+    Mxfp8OnlineMoEMethod: ("fp8_backend", "_setup_kernel"),
+    CompressedTensorsW8A8Mxfp8MoEMethod: ("fp8_backend", "process_weights_after_loading"),
+    ModelOptMxFp8FusedMoE: ("mxfp8_backend", "process_weights_after_loading"),
+}
+"""vLLM's methods for MXFP8 experts, quantised online or read from a checkpoint that says so: the attribute that names
+the backend, hence the layout, and the method that builds the kernel."""
 
 
 def why_not(moe_config: Any, quant_config: Any, activation_config: Any) -> str | None:
@@ -316,26 +327,26 @@ class BeamMxfp8Experts(_FusedExperts, Mxfp8TritonExpertsBase):
         return super().apply(output, hidden_states, w1, w2, *args, **kwargs)
 
 
-def prepare_with(method: Mxfp8OnlineMoEMethod) -> None:
-    """Have an MXFP8 method find, each time it has quantised its weights, what their fp16 form needs (`prepare`).
+def prepare_with(method: Any, builds: str) -> None:
+    """Have an MXFP8 method find, each time ``builds`` has made its kernel, what the weights' fp16 form needs.
 
-    The words found stay with the method and are rewritten where they lie, so that a graph captured before a reload
-    reads the new ones.
+    The words that `prepare` finds stay with the method and are rewritten where they lie, so that a graph captured
+    before a reload reads the new ones.
     """
-    setup = method._setup_kernel
+    build = getattr(method, builds)
     words: list[torch.Tensor | None] = [None, None]
 
-    def _setup_kernel(layer: Any, *args: Any, **kwargs: Any) -> None:
-        setup(layer, *args, **kwargs)
+    def build_and_prepare(layer: Any, *args: Any, **kwargs: Any) -> None:
+        build(layer, *args, **kwargs)
         for i, name in enumerate(("w13", "w2")):
             weight = getattr(layer, f"{name}_weight").data
-            scale = getattr(layer, f"{name}_{method.weight_scale_name}").data
+            scale = getattr(layer, f"{name}_weight_scale").data
             if weight.is_meta:  # online quantisation builds its layers without memory
                 return
             words[i] = prepare(MXFP8Tensor(weight, scale, -1, rows=words[i])).rows
         method.moe_kernel.impl.fused_experts.words = tuple(words)
 
-    method._setup_kernel = _setup_kernel
+    setattr(method, builds, build_and_prepare)
 
 
 def clear_stale_ids(meta: Any) -> None:
@@ -393,11 +404,12 @@ def give_experts(runner: Any) -> str | None:
     method = runner.routed_experts.quant_method
     options = {"routed_scaling": float(runner.routed_scaling_factor), "single_rounding": True}
     chosen = getattr(method, "experts_cls", None)
-    if isinstance(method, Mxfp8OnlineMoEMethod):
+    mxfp8 = next((names for cls, names in MXFP8_METHODS.items() if isinstance(method, cls)), None)
+    if mxfp8 is not None:
         experts = BeamMxfp8Experts.configured(**options)
-        # the emulation backend's layout is the plain row-major one; other backends repack for their own kernels
-        method.fp8_backend = Fp8MoeBackend.EMULATION
-        prepare_with(method)
+        # this backend's layout is the plain row-major one; others repack, and emulation may dequantise at load
+        setattr(method, mxfp8[0], Fp8MoeBackend.TRITON_MXFP8)
+        prepare_with(method, mxfp8[1])
     elif isinstance(method, UnquantizedFusedMoEMethod) and chosen is TritonExperts:
         experts = BeamTritonExperts.configured(**options)
     else:
