@@ -20,10 +20,10 @@ calls: Counter[tuple[str, str]] = Counter()
 _logged: set[str] = set()
 
 
-def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log ``message`` the first time this process meets it."""
-    if message not in _logged:
-        _logged.add(message)
+def log_once(message: str, level: int = logging.INFO, key: str = "") -> None:
+    """Log ``message`` the first time this process meets it, or ``key`` where one is given."""
+    if (key or message) not in _logged:
+        _logged.add(key or message)
         logger.log(level, message)
 
 
@@ -33,7 +33,7 @@ def fell_back(what: str, reason: str) -> None:
     if env.flag("STRICT"):
         raise RuntimeError(f"{message} (BEAM_MOE_STRICT=1)")
     calls[FALLBACK, reason] += 1
-    log_once(message, logging.WARNING)
+    log_once(message, logging.WARNING, reason)  # a model has dozens of layers, and one reason for all of them
 
 
 def snapshot() -> list[dict[str, object]]:

@@ -113,6 +113,23 @@ SEAMS: tuple[Seam, ...] = (
         "vLLM has a registry of fp8 experts backends",
     ),
     Seam(
+        "model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/"
+        "compressed_tensors_moe_w8a8_mxfp8.py",
+        "CompressedTensorsW8A8Mxfp8MoEMethod.process_weights_after_loading",
+        ("self", "layer"),
+        "attribute",
+        "the same for compressed-tensors' MXFP8 checkpoints: experts_cls, fp8_backend, prepare after the kernel",
+        "as above",
+    ),
+    Seam(
+        "model_executor/layers/quantization/modelopt.py",
+        "ModelOptMxFp8FusedMoE.process_weights_after_loading",
+        ("self", "layer"),
+        "attribute",
+        "the same for ModelOpt's MXFP8 checkpoints: experts_cls, mxfp8_backend, prepare after the kernel",
+        "as above",
+    ),
+    Seam(
         MOE + "runner/moe_runner.py",
         "MoERunner._maybe_apply_routed_scale_to_output",
         ("self", "shared_output", "fused_output"),

@@ -207,8 +207,9 @@ def engine_config(model: str, tp=1, pp=1, lora=True, max_loras=2, max_lora_rank=
 
 
 @contextmanager
-def built(config, seed: int = 0):
-    """``(model, worker manager or None)``: built, given random weights, processed and wrapped as a worker does it."""
+def built(config, seed: int = 0, checkpoint: str | None = None):
+    """``(model, worker manager or None)``: built, given random weights or a checkpoint's, processed and wrapped as a
+    worker does it."""
     from vllm.config import set_current_vllm_config
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -228,6 +229,10 @@ def built(config, seed: int = 0):
             if parameter.dtype in (torch.float16, torch.bfloat16, torch.float32):
                 values = torch.randn(parameter.shape, generator=g) * 0.1
                 parameter.data.copy_(values)
+        if checkpoint is not None:
+            from safetensors.torch import load_file
+
+            model.load_weights(load_file(Path(checkpoint) / "model.safetensors").items())
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         manager = None
         if config.lora_config is not None:
