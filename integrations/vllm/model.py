@@ -101,8 +101,10 @@ def install(model: torch.nn.Module, runners: list[Any], vllm_config: VllmConfig)
         return
     if vllm_config.lora_config is not None:
         ours.follow_ranks()
+    served = 0
     for runner in runners:
         reason = ours.give_experts(runner)
+        served += reason is None
         if reason is not None:
             metrics.fell_back(runner.layer_name, reason)
         elif env.number("VLLM_ROUTER"):
@@ -115,4 +117,5 @@ def install(model: torch.nn.Module, runners: list[Any], vllm_config: VllmConfig)
         routing = next(filter(None, map(router.routing_of, runners)), None)
         if routing is not None:
             router.RouterWarmup(routing, tokens, vllm_config.model_config.dtype).register_warmup()
+    if served:
         metrics.log_once("beam-moe: Beam's experts run on beam_moe.kernels.moe_lora")

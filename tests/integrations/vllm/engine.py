@@ -91,23 +91,29 @@ def spread(model) -> int:
     return count
 
 
-def start(folder: Path, lora: bool, **options):
-    """An engine in this process."""
+def start(folder: Path, lora: bool, checkpoint: str = "", **options):
+    """An engine in this process: of dummy weights, or of a small checkpoint in the format ``checkpoint``."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     os.environ.update(VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
-    (folder / "config.json").write_text(json.dumps(BEAM))
+    if checkpoint:
+        import checkpoints
+
+        checkpoints.write(folder, BEAM, checkpoint)
+    else:
+        (folder / "config.json").write_text(json.dumps(BEAM))
     from vllm import LLM
 
     if lora:
         options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 4, **options}
     llm = LLM(
-        model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=512,
-        max_num_seqs=16, max_num_batched_tokens=1024, gpu_memory_utilization=0.3, **options,
+        model=str(folder), load_format="auto" if checkpoint else "dummy", skip_tokenizer_init=True, dtype="bfloat16",
+        seed=0, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=1024, gpu_memory_utilization=0.3, **options,
         worker_extension_cls="beam_moe.integrations.vllm.weight_sync.WeightSync",
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     )  # fmt: skip
-    llm.apply_model(spread)
+    if not checkpoint:
+        llm.apply_model(spread)
     return llm
 
 
@@ -249,6 +255,36 @@ def quantised(folder: Path) -> dict:
     return {**out, "report": llm.collective_rpc("beam_moe_report")[0]}
 
 
+def stored(folder: Path) -> dict:
+    """A checkpoint in the format BEAM_MOE_TEST_BASE with adapters: bare and adapter rows, and what served them."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    llm = start(folder, lora=True, checkpoint=os.environ["BEAM_MOE_TEST_BASE"], enable_prefix_caching=False)
+    out = {"bare": generate(llm, PROMPTS * 2, None)}
+    request = AdapterSync("policy", 1).update(llm, adapter(1), CONFIG)
+    out["mixed"] = generate(llm, PROMPTS * 2, [None] * 4 + [request] * 4)
+    return {**out, "report": llm.collective_rpc("beam_moe_report")[0]}
+
+
+def draft(folder: Path) -> dict:
+    """A DFlash2 draft model with adapters loaded: bare and adapter rows, and how many drafted tokens were taken."""
+    import checkpoints
+
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    path = checkpoints.write_draft(folder / "draft", BEAM)
+    spec = {"method": "dflash", "model": path, "num_speculative_tokens": checkpoints.STEPS}
+    llm = start(
+        folder, lora=True, checkpoint="plain", enable_prefix_caching=False, speculative_config=spec,
+        disable_log_stats=False,
+    )  # fmt: skip
+    out = {"bare": generate(llm, PROMPTS * 2, None)}
+    request = AdapterSync("policy", 1).update(llm, adapter(1), CONFIG)
+    out["mixed"] = generate(llm, PROMPTS * 2, [None] * 4 + [request] * 4)
+    drafted = {m.name: m.value for m in llm.get_metrics() if "spec_decode" in m.name and hasattr(m, "value")}
+    return {**out, "drafted": drafted, "report": llm.collective_rpc("beam_moe_report")[0]}
+
+
 def replay(folder: Path) -> dict:
     """Routed experts returned with each request, at the pipeline size of BEAM_MOE_TEST_PP and tensor size of _TP."""
     from vllm import SamplingParams
@@ -270,7 +306,9 @@ def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     work = folder / f"model_{name}_{os.environ.get('BEAM_MOE_TEST_PP', '1')}_{os.environ.get('BEAM_MOE_TEST_TP', '1')}"
     work.mkdir(parents=True, exist_ok=True)
-    result = {f.__name__: f for f in (plain, lora, caching, sleeping, invariant, quantised, replay)}[name](work)
+    sys.path.insert(0, str(Path(__file__).parent))  # -P leaves it out: checkpoints.py lies beside this file
+    scenarios = (plain, lora, caching, sleeping, invariant, quantised, stored, draft, replay)
+    result = {f.__name__: f for f in scenarios}[name](work)
     (work / "result.json").write_text(json.dumps(result))
     print("RESULT", work / "result.json", flush=True)
 

@@ -100,6 +100,32 @@ def test_quantised_base_with_adapters(scenario, base):
         assert row["ours_up_to_tokens"] > 0 or row["reason"], row
 
 
+FORMATS = ("fp8", "ct-fp8", "modelopt-fp8", "ct-nvfp4", "modelopt-nvfp4", "ct-mxfp8", "modelopt-mxfp8")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_quantised_checkpoint_with_adapters(scenario, fmt):
+    """Each format loads: MXFP8 on our kernels, FP8 and NVFP4 on vLLM's with the reason said; the adapter works."""
+    result = scenario("stored", base=fmt)
+    assert result["mixed"][:4] == result["bare"][:4] and result["mixed"][4:] != result["bare"][4:]
+    assert len({tuple(tokens) for tokens, _ in result["bare"][:4]}) == 4, "the model must depend on its prompt"
+    reasons = [c["detail"] for c in result["report"]["calls"] if c["path"] == "fallback"]
+    for row in result["report"]["layers"]:
+        assert (row["experts"] == "BeamMxfp8Experts") == fmt.endswith("mxfp8"), row
+        assert row["ours_up_to_tokens"] > 0 or [r for r in reasons if "vLLM chose" in r], (row, reasons)
+
+
+def test_draft_model_with_adapters(scenario):
+    """A DFlash2 draft beside adapters: tokens are drafted, and each row's first token is the engine's without one."""
+    result, alone = scenario("draft"), scenario("stored", base="plain")
+    assert result["mixed"][4:] != result["bare"][4:], "the adapter must change something"
+    for rows in ("bare", "mixed"):
+        assert all(len(tokens) == 12 for tokens, _ in result[rows])
+        assert [tokens[0] for tokens, _ in result[rows]] == [tokens[0] for tokens, _ in alone[rows]]
+    assert result["drafted"].get("vllm:spec_decode_num_draft_tokens", 0) > 0, result["drafted"]
+    assert {r["experts"] for r in result["report"]["layers"]} == {"BeamTritonExperts"}
+
+
 @pytest.mark.parametrize("pp, tp", [(2, 1), (1, 2)])
 def test_routed_experts_over_ranks(scenario, pp, tp):
     """Every layer of every token, as one GPU routes them."""
