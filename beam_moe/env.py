@@ -27,6 +27,10 @@ VARIABLES: dict[str, Variable] = {
         "512",
         "most tokens of a batch whose experts our router chooses in vLLM's Beam; larger ones, with 0 all, are vLLM's",
     ),
+    "VLLM_LINEAR_LORA": Variable(
+        "64",
+        "most tokens of a batch whose dense layers' LoRA is ours in vLLM's Beam; larger ones, with 0 all, are vLLM's",
+    ),
     "PDL": Variable("1", "0: no programmatic dependent launch between the kernels of one layer"),
     "PROGRESS": Variable("0", "1: show a progress bar while an adapter loads"),
     "RESULTS": Variable("", "benches: the folder that rows are written to, instead of bench/results"),

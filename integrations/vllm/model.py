@@ -68,10 +68,12 @@ class BeamForCausalLM(VllmBeam, SupportsLoRA):
 
     @lora_manager.setter
     def lora_manager(self, manager: Any) -> None:
-        from beam_moe.integrations.vllm.adapters import attach
+        from beam_moe.integrations.vllm import adapters, experts, linear_lora
 
         self.__dict__["_lora_manager"] = manager
-        attach(manager)
+        adapters.attach(manager)
+        if experts.serves("BeamForCausalLM"):
+            linear_lora.attach(manager)
 
     def forward(
         self,

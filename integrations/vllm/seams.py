@@ -196,6 +196,31 @@ SEAMS: tuple[Seam, ...] = (
         "as for set_lora",
     ),
     Seam(
+        "lora/punica_wrapper/punica_gpu.py",
+        "PunicaWrapperGPU.add_lora_linear",
+        ("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"),
+        "attribute",
+        "adapters of Beam's dense layers in a small batch by beam_moe.kernels.linear_lora.add_lora: one launch, which"
+        " ends at once where no adapter has factors, instead of a fill, a shrink and an expand",
+        "vLLM's kernels know live ranks",
+    ),
+    Seam(
+        "lora/layers/base_linear.py",
+        "BaseLinearLayerWithLoRA.set_lora",
+        ("self", "index", "lora_a", "lora_b"),
+        "attribute",
+        "notes the live rank of each slice of a slot",
+        "as above",
+    ),
+    Seam(
+        "lora/layers/base_linear.py",
+        "BaseLinearLayerWithLoRA.reset_lora",
+        ("self", "index"),
+        "attribute",
+        "sets the slot's live ranks to 0",
+        "as above",
+    ),
+    Seam(
         "lora/ops/triton_ops/lora_kernel_metadata.py",
         "LoRAKernelMeta.prepare_tensors",
         ("self", "token_lora_mapping"),

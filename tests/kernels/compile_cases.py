@@ -298,6 +298,23 @@ def grouped_lora():
     step(1024, 3, 384, 512, 512, mx=True)
 
 
+def linear_lora():
+    """The dense layers of Beam's share of TP 8, and shapes that fill no block."""
+    from beam_moe.kernels.linear_lora import add_lora
+
+    i32 = torch.int32
+
+    def layer(tokens, hidden, widths, slots, rank, dtype=torch.bfloat16):
+        x, out = empty(tokens, hidden, dtype=dtype), empty(tokens, sum(widths), dtype=dtype)
+        a = [empty(slots, rank, hidden, dtype=dtype) for _ in widths]
+        b = [empty(slots, w, rank, dtype=dtype) for w in widths]
+        add_lora(out, x, a, b, empty(tokens, dtype=i32), empty(slots, len(widths), dtype=i32))
+
+    layer(16, 5120, (768, 128, 128, 768), 1, 32)
+    layer(64, 768, (5120,), 4, 64)
+    layer(3, 200, (40, 40), 2, 5, dtype=torch.float16)
+
+
 def elementwise():
     from beam_moe.kernels.silu_mul import silu_mul
 
@@ -305,7 +322,10 @@ def elementwise():
     silu_mul(empty(3, 34, dtype=torch.float32))
 
 
-GROUPS = {f.__name__: f for f in (router, moe_lora, moe_lora_mxfp8, grouped_lora, mxfp8, mxfp8_native, elementwise)}
+GROUPS = {
+    f.__name__: f
+    for f in (router, moe_lora, moe_lora_mxfp8, grouped_lora, mxfp8, mxfp8_native, linear_lora, elementwise)
+}
 
 
 def kernels() -> list[str]:

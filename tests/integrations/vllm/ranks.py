@@ -329,6 +329,21 @@ def choose_experts(block, layer: int) -> list:
     return runner.router.select_experts(x, x, runner._quant_method.topk_indices_dtype)[1].tolist()
 
 
+def linear_error(manager, attention, slot: int) -> float:
+    """Largest error of this rank's share of an adapter on both attention projections, none for a bare row."""
+    worst = 0.0
+    set_slots(manager, [slot, -1])
+    for module in (attention.qkv_gate_proj, attention.o_proj):
+        x = torch.randn(2, module.input_size, generator=torch.Generator().manual_seed(1)).half()
+        base = module.base_layer.quant_method.apply(module.base_layer, x, None)
+        got = module.apply(x, None)
+        factors = zip(module.lora_a_stacked, module.lora_b_stacked)
+        delta = torch.cat([b[slot, 0].float() @ (a[slot, 0].float() @ x[0].float()) for a, b in factors])
+        worst = max(worst, float((base[0].float() + delta - got[0].float()).abs().max() / delta.abs().max()))
+        worst = worst if torch.equal(got[1], base[1]) and float(delta.abs().max()) > 0 else float("inf")
+    return worst
+
+
 def set_slots(manager, slots: list[int]) -> None:
     """Tell vLLM which slot each token of the batch uses, -1 for none, through its own metadata."""
     meta = manager._adapter_manager.punica_wrapper_mapping["language_model"].token_mapping_meta
@@ -353,10 +368,11 @@ def task_load(folder: Path, tp: int, pp: int, layout: str, shared: bool = False,
             return {"error": str(error), "layers": own_layers(model)}
         inner = manager._adapter_manager
         slot = inner.lora_index_to_id.index(1)
-        rank, differences, attention, routed = get_tensor_model_parallel_rank(), [], [], []
+        rank, differences, attention, routed, linear = get_tensor_model_parallel_rank(), [], [], [], []
         experts_tp = 1 if config.parallel_config.enable_expert_parallel else tp
         for layer in own_layers(model):
             block = model.model.layers[layer]
+            linear.append(linear_error(manager, block.self_attn, slot))
             attention.append(float(block.self_attn.qkv_gate_proj.lora_b_stacked[3][slot].abs().sum()))
             if layer >= DENSE:
                 want = expected_stacks(layer, experts_tp, rank if experts_tp > 1 else 0, layout == "shared")
@@ -370,6 +386,7 @@ def task_load(folder: Path, tp: int, pp: int, layout: str, shared: bool = False,
             "differences": differences,
             "attention": attention,
             "routed": routed,
+            "linear": linear,
             "kernels": sorted(
                 {type(r.routed_experts.quant_method.moe_kernel.fused_experts).__name__ for r in model.moe_layers}
             ),

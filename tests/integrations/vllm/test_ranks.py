@@ -48,6 +48,7 @@ def test_layouts_at_tensor_parallel_2(tp2):
             assert min(result["attention"]) > 0, "the attention gate's adapter did not arrive"
             assert result["kernels"] == ["BeamTritonExperts"]
             assert result["routed"] == [routed(2), routed(3)]
+            assert max(result["linear"]) < LIMIT
 
 
 def test_pure_pipeline_stages(pp2):
@@ -56,6 +57,7 @@ def test_pure_pipeline_stages(pp2):
     for loaded in (0, 1):
         assert first[loaded]["layers"] == [0, 1] and first[loaded]["differences"] == [], first
         assert second[loaded]["layers"] == [2, 3] and max(second[loaded]["differences"]) < LIMIT, second
+        assert max(first[loaded]["linear"] + second[loaded]["linear"]) < LIMIT
         assert first[loaded]["routed"] == [] and second[loaded]["routed"] == [routed(2), routed(3)]
         assert min(first[loaded]["attention"] + second[loaded]["attention"]) > 0
     assert "expected target modules" in first[2]["error"] and "expected target modules" in second[2]["error"]

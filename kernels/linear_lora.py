@@ -1,0 +1,239 @@
+"""The adapters of a dense linear layer on a decode batch, added to its output in place, in one launch.
+
+    out[t, slice s] += B_s[slot] @ (A_s[slot] @ x[t]),   slot = lora_ids[t]
+
+    x         (T, K)          bf16 or fp16
+    a         S x (L, R, K)   the type of x; slot by slot, one tensor for each slice of the output (q, k, v, gate, ...)
+    b         S x (L, W_s, R) the type of x; the widths W_s follow one another in out's columns
+    out       (T, sum W_s)    the type of x
+    lora_ids  (T,)            int32; outside 0..L-1 is no adapter
+    ranks     (L, S)          int32: the live rank of each slot in each slice, 0 where it has no factors there
+
+A program computes ``A x`` of its rows for itself, in fp32, rounds it once, and adds its columns of ``B A x`` in fp32 to
+what is there. So nothing is exchanged between programs, and a row's bits depend on its own adapter alone. Rows without
+an adapter are neither read nor written. Where no row of a block has factors in its slice, the program ends after two
+loads: a graph captured with this launch costs little while no loaded adapter touches the layer.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from beam_moe import env
+from beam_moe.kernels.moe_lora.pipeline import dot, let_next_start, load_ranks, wait_for_previous
+
+MAX_TOKENS = 1024
+MAX_RANK = 64
+MAX_SLICES = 4
+
+_BLOCK_M = 16
+_BLOCK_K = 256
+
+
+@triton.jit
+def _add_slice(
+    x_ptr, a_ptr, b_ptr, out_ptr, t, slot, rank, n, width, SLOTS, stride_xt, stride_ot,
+    K: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Add to columns ``n`` of one slice: ``slot`` and ``rank`` (BLOCK_M,) of the rows ``t``, -1 and 0 for none."""
+    r = tl.arange(0, BLOCK_R)
+    mask_n = n < width
+    for current in range(SLOTS):
+        mine = (slot == current) & (rank > 0)
+        live = tl.max(tl.where(mine, rank, 0), 0)
+        if live > 0:
+            k = tl.arange(0, BLOCK_K)
+            x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_xt + k[None, :]
+            a_ptrs = a_ptr + (tl.cast(current, tl.int64) * RANK + r)[:, None] * K + k[None, :]
+            shrunk = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            for start in range(0, K, BLOCK_K):
+                if K % BLOCK_K == 0:
+                    x = tl.load(x_ptrs, mask=mine[:, None], other=0.0)
+                    a = tl.load(a_ptrs, mask=(r < live)[:, None], other=0.0)
+                else:
+                    mask_k = start + k < K
+                    x = tl.load(x_ptrs, mask=mine[:, None] & mask_k[None, :], other=0.0)
+                    a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_k[None, :], other=0.0)
+                shrunk = dot(x, tl.trans(a), shrunk, INTERPRETED)
+                x_ptrs += BLOCK_K
+                a_ptrs += BLOCK_K
+            b_ptrs = b_ptr + (tl.cast(current, tl.int64) * width + n)[:, None] * RANK + r[None, :]
+            b = load_ranks(b_ptrs, mask_n, r, live, RANK)
+            out_ptrs = out_ptr + t.to(tl.int64)[:, None] * stride_ot + n[None, :]
+            mask = mine[:, None] & mask_n[None, :]
+            before = tl.load(out_ptrs, mask=mask, other=0.0)
+            added = dot(shrunk.to(b.dtype), tl.trans(b), before.to(tl.float32), INTERPRETED)
+            tl.store(out_ptrs, added.to(before.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "SLOTS"])
+def _add_lora_kernel(
+    x_ptr,  # (T, K)
+    out_ptr,  # (T, sum of WIDTHS)
+    ids_ptr,  # (T,)
+    ranks_ptr,  # (SLOTS, slices)
+    a_ptrs,  # for each slice (SLOTS, RANK, K)
+    b_ptrs,  # for each slice (SLOTS, WIDTHS[s], RANK)
+    T,
+    SLOTS,
+    stride_xt,
+    stride_ot,
+    WIDTHS: tl.constexpr,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks of columns, slice by slice, cdiv(T, BLOCK_M))."""
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    block = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.load(ids_ptr + t, mask=t < T, other=-1)
+    known = (slot >= 0) & (slot < SLOTS)
+    first_block = 0
+    first_column = 0
+    for s in tl.static_range(len(WIDTHS)):
+        here = block - first_block
+        blocks = (WIDTHS[s] + BLOCK_N - 1) // BLOCK_N
+        if (here >= 0) & (here < blocks):
+            rank = tl.load(ranks_ptr + slot * len(WIDTHS) + s, mask=known, other=0)
+            rank = tl.minimum(rank, RANK)
+            if tl.max(rank, 0) > 0:
+                _add_slice(
+                    x_ptr, a_ptrs[s], b_ptrs[s], out_ptr + first_column, t, slot, rank,
+                    here * BLOCK_N + tl.arange(0, BLOCK_N), WIDTHS[s], SLOTS, stride_xt, stride_ot,
+                    K, RANK, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED,
+                )  # fmt: skip
+        first_block += blocks
+        first_column += WIDTHS[s]
+
+
+@functools.cache
+def _supports_pdl(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index)[0] >= 9 and env.flag("PDL")
+
+
+def _fail(argument: str, wanted: str, got: object) -> None:
+    raise ValueError(f"add_lora: {argument} must be {wanted}, got {got}")
+
+
+def _check(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    lora_ids: torch.Tensor,
+    ranks: torch.Tensor,
+) -> None:
+    tensors = {"out": out, "x": x, "lora_ids": lora_ids, "ranks": ranks}
+    tensors |= {f"a[{s}]": t for s, t in enumerate(a)} | {f"b[{s}]": t for s, t in enumerate(b)}
+    for name, t in tensors.items():
+        if not isinstance(t, torch.Tensor):
+            _fail(name, "a tensor", type(t).__name__)
+        if t.device != x.device:
+            _fail(name, f"on {x.device}", t.device)
+    for name, t in (("x", x), ("out", out)):
+        if t.dim() != 2 or (t.shape[1] > 1 and t.stride(1) != 1) or (len(t) > 1 and t.stride(0) < t.shape[1]):
+            _fail(name, "2-D of innermost stride 1, its rows apart", f"shape {tuple(t.shape)}, strides {t.stride()}")
+    tokens, hidden = x.shape
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        _fail("x", "bfloat16 or float16", x.dtype)
+    if not 1 <= len(a) <= MAX_SLICES or len(b) != len(a):
+        _fail("a and b", f"as many slices, 1..{MAX_SLICES}", f"{len(a)} and {len(b)}")
+    if tokens > MAX_TOKENS or hidden == 0:
+        _fail("x", f"(T, K) with T up to {MAX_TOKENS} and K > 0", tuple(x.shape))
+    slots, rank = a[0].shape[0], a[0].shape[1]
+    if a[0].dim() != 3 or not 1 <= rank <= MAX_RANK:
+        _fail("a[0]", f"(L, R, K) with R within 1..{MAX_RANK}", tuple(a[0].shape))
+    for s, (down, up) in enumerate(zip(a, b)):
+        if down.shape != (slots, rank, hidden):
+            _fail(f"a[{s}]", f"{(slots, rank, hidden)}", tuple(down.shape))
+        if up.dim() != 3 or (up.shape[0], up.shape[2]) != (slots, rank):
+            _fail(f"b[{s}]", f"({slots}, W, {rank})", tuple(up.shape))
+        for name, t in ((f"a[{s}]", down), (f"b[{s}]", up)):
+            if t.dtype != x.dtype or not t.is_contiguous():
+                _fail(name, f"contiguous {x.dtype}", f"{t.dtype} with strides {t.stride()}")
+    if out.shape != (tokens, sum(t.shape[1] for t in b)) or out.dtype != x.dtype:
+        _fail("out", f"({tokens}, {sum(t.shape[1] for t in b)}) {x.dtype}", f"{tuple(out.shape)} {out.dtype}")
+    for name, t, shape in (("lora_ids", lora_ids, (tokens,)), ("ranks", ranks, (slots, len(a)))):
+        if t.shape != shape or t.dtype != torch.int32 or not t.is_contiguous():
+            _fail(name, f"contiguous int32 {shape}", f"{t.dtype} {tuple(t.shape)} with strides {t.stride()}")
+
+
+def launch_form(tokens: int, widths: Sequence[int]) -> int:
+    """What a call of this size compiles, beyond the layer's shapes: the columns of a program."""
+    narrow = sum(triton.cdiv(w, 64) for w in widths) * triton.cdiv(tokens, _BLOCK_M)
+    return 64 if narrow <= 132 else 128
+
+
+def add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    lora_ids: torch.Tensor,
+    ranks: torch.Tensor,
+) -> None:
+    """Add each row's adapter to ``out``, in place. See the head of this file.
+
+    For batches as small as decode's: ``A x`` is computed again for every block of columns.
+
+    Args:
+        out: ``(T, sum W_s)``, the base layer's output; innermost stride 1.
+        x: ``(T, K)`` bf16 or fp16, the layer's input; innermost stride 1; T up to 1024.
+        a: 1 to 4 tensors ``(L, R, K)``, contiguous; R up to 64.
+        b: as many ``(L, W_s, R)``, contiguous, any scale folded in.
+        lora_ids: int32 ``(T,)``.
+        ranks: int32 ``(L, S)``, 0..R; factors beyond a live rank are not used.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that does not fit.
+    """
+    _check(out, x, a, b, lora_ids, ranks)
+    tokens, hidden = x.shape
+    slots, rank = a[0].shape[0], a[0].shape[1]
+    if tokens == 0 or slots == 0:
+        return
+    widths = tuple(t.shape[1] for t in b)
+    block_n = launch_form(tokens, widths)
+    pdl = x.device.type == "cuda" and _supports_pdl(x.device.index)
+    extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    with torch.cuda.device_of(x):
+        _add_lora_kernel[(sum(triton.cdiv(w, block_n) for w in widths), triton.cdiv(tokens, _BLOCK_M))](
+            x, out, lora_ids, ranks, tuple(a), tuple(b), tokens, slots, x.stride(0), out.stride(0),
+            WIDTHS=widths, K=hidden, RANK=rank, BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
+            BLOCK_R=max(16, triton.next_power_of_2(rank)), INTERPRETED=x.device.type == "cpu", PDL=pdl,
+            num_warps=4, num_stages=4, **extra,
+        )  # fmt: skip
+
+
+def add_lora_reference(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    lora_ids: torch.Tensor,
+    ranks: torch.Tensor,
+) -> torch.Tensor:
+    """`add_lora` in fp32, a row and a slice at a time, without rounding between; returns fp32, ``out`` stays."""
+    result = out.float()
+    for t, slot in enumerate(lora_ids.tolist()):
+        if not 0 <= slot < len(ranks):
+            continue
+        column = 0
+        for s, (down, up) in enumerate(zip(a, b)):
+            r = int(ranks[slot, s])
+            delta = up[slot, :, :r].float() @ (down[slot, :r].float() @ x[t].float())
+            result[t, column : column + len(delta)] += delta
+            column += len(delta)
+    return result

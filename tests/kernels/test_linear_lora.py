@@ -1,0 +1,155 @@
+"""Adapters of a dense layer added in place: values, untouched rows, live ranks, slices without factors, refusals."""
+
+import pytest
+import torch
+
+from beam_moe.kernels import linear_lora as module
+from beam_moe.kernels.linear_lora import add_lora, add_lora_reference
+from beam_moe.testing import assert_close
+
+
+def operands(device, tokens, hidden, widths, slots, rank, dtype=torch.float16, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def new(*shape):
+        return torch.randn(shape, generator=g).to(dtype).to(device)
+
+    a = [new(slots, rank, hidden) for _ in widths]
+    b = [new(slots, w, rank) for w in widths]
+    x = new(tokens, hidden) * hidden**-0.5
+    return new(tokens, sum(widths)), x, a, b
+
+
+def ints(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize(
+    "tokens, hidden, widths, rank",
+    [
+        pytest.param(5, 512, (96, 16, 16, 96), 32, id="qkv-gate"),
+        pytest.param(17, 200, (130,), 8, id="one-slice-odd-hidden"),
+        pytest.param(3, 64, (40, 40), 64, id="two-slices-rank-64"),
+        pytest.param(1, 7, (5,), 3, id="tiny"),
+        pytest.param(40, 64, (3000,), 16, id="wide-programs"),
+    ],
+)
+def test_mixed_batch(device, tokens, hidden, widths, rank):
+    """Two adapters, an empty slot, bare rows, ids out of range; a program's columns and rows run over their ends."""
+    out, x, a, b = operands(device, tokens, hidden, widths, 3, rank)
+    ids = ints([(0, 2, -1, 1, 3, 0, -7)[t % 7] for t in range(tokens)], device)
+    ranks = ints([[rank] * len(widths), [0] * len(widths), [max(rank // 2, 1)] * len(widths)], device)
+    want = add_lora_reference(out, x, a, b, ids, ranks)
+    before = out.clone()
+    add_lora(out, x, a, b, ids, ranks)
+    assert_close("out", want, out, 2e-3)
+    bare = [t for t in range(tokens) if ids[t] not in (0, 2)]
+    assert torch.equal(out[bare], before[bare])
+    assert not torch.equal(out[0], before[0])
+
+
+def test_factors_beyond_a_live_rank_are_not_used(device):
+    """A slot that a smaller adapter took over may hold anything behind it; a slice without factors stays bare."""
+    out, x, a, b = operands(device, 4, 96, (32, 48), 2, 16)
+    ids, ranks = ints([0, 1, 0, 1], device), ints([[5, 0], [0, 16]], device)
+    for t in a:
+        t[0, 5:] = float("nan")
+    for t in b:
+        t[0, :, 5:] = float("nan")
+    a[1][0] = float("nan")
+    a[0][1] = float("nan")
+    want = add_lora_reference(out, x, a, b, ids, ranks)
+    before = out.clone()
+    add_lora(out, x, a, b, ids, ranks)
+    assert_close("out", want, out, 2e-3)
+    assert torch.equal(out[[0, 2], 32:], before[[0, 2], 32:]) and torch.equal(out[[1, 3], :32], before[[1, 3], :32])
+
+
+def test_a_row_does_not_depend_on_its_batch(device):
+    """Alone, among other adapters and in a larger batch with other programs: the same bits."""
+    out, x, a, b = operands(device, 48, 128, (3000,), 2, 8)
+    ids, ranks = ints([t % 3 - 1 for t in range(48)], device), ints([[8], [4]], device)
+    together = out.clone()
+    add_lora(together, x, a, b, ids, ranks)
+    assert module.launch_form(48, (3000,)) != module.launch_form(1, (3000,))
+    for t in (0, 1, 2, 47):
+        alone = out[t : t + 1].clone()
+        add_lora(alone, x[t : t + 1], a, b, ids[t : t + 1], ranks)
+        assert torch.equal(alone[0], together[t])
+
+
+def test_strided_input_and_output(device):
+    wide_out, wide_x, a, b = operands(device, 4, 96, (64,), 1, 8)
+    x = torch.full((4, 120), 3.0, device=device).half()
+    x[:, :96] = wide_x
+    out = torch.full((4, 80), 7.0, device=device).half()
+    out[:, :64] = wide_out
+    ids, ranks = ints([0] * 4, device), ints([[8]], device)
+    want = add_lora_reference(wide_out, wide_x, a, b, ids, ranks)
+    add_lora(out[:, :64], x[:, :96], a, b, ids, ranks)
+    assert_close("out", want, out[:, :64], 2e-3)
+    assert bool((out[:, 64:] == 7).all())
+
+
+def test_nothing_to_do(device):
+    out, x, a, b = operands(device, 0, 32, (16,), 1, 8)
+    add_lora(out, x, a, b, ints([], device), ints([[8]], device))
+    out, x, a, b = operands(device, 2, 32, (16,), 1, 8)
+    before = out.clone()
+    add_lora(out, x, a, b, ints([0, 0], device), ints([[0]], device))
+    assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": torch.zeros(2, 32)}, "x must be bfloat16 or float16"),
+        ({"x": torch.zeros(2, 64).half()[:, ::2]}, "x must be 2-D of innermost stride 1"),
+        ({"x": torch.zeros(1, 32).half().expand(2, 32)}, "its rows apart"),
+        ({"out": torch.zeros(2, 20).half()}, r"out must be \(2, 24\)"),
+        ({"out": torch.zeros(2, 24)}, r"out must be \(2, 24\)"),
+        ({"a": [torch.zeros(2, 8, 32).half()]}, "as many slices"),
+        ({"a": [torch.zeros(2, 8, 32).half(), torch.zeros(2, 4, 32).half()]}, r"a\[1\] must be"),
+        ({"a": [torch.zeros(2, 128, 32).half()] * 2}, r"R within 1..64"),
+        ({"b": [torch.zeros(2, 16, 8), torch.zeros(2, 8, 8).half()]}, r"b\[0\] must be contiguous"),
+        ({"b": [torch.zeros(3, 16, 8).half(), torch.zeros(2, 8, 8).half()]}, r"b\[0\] must be \(2, W, 8\)"),
+        ({"lora_ids": torch.zeros(2, dtype=torch.int64)}, "lora_ids must be contiguous int32"),
+        ({"lora_ids": torch.zeros(3, dtype=torch.int32)}, "lora_ids must be contiguous int32"),
+        ({"ranks": torch.zeros(2, dtype=torch.int32)}, "ranks must be contiguous int32"),
+        ({"ranks": [0]}, "ranks must be a tensor"),
+    ],
+)
+def test_refusals(device, change, message):
+    out, x, a, b = operands(device, 2, 32, (16, 8), 2, 8)
+    ids, ranks = ints([0, 1], device), ints([[8, 8], [8, 8]], device)
+    arguments = {"out": out, "x": x, "a": a, "b": b, "lora_ids": ids, "ranks": ranks}
+
+    def there(value):
+        if isinstance(value, list):
+            return [there(v) for v in value]
+        return value.to(device) if isinstance(value, torch.Tensor) and value.is_contiguous() else value
+
+    arguments |= {k: there(v) for k, v in change.items()}
+    if any(isinstance(v, torch.Tensor) and v.device != out.device for v in change.values()):
+        arguments = {k: v if v is change.get(k) else there(v) for k, v in arguments.items()}
+    with pytest.raises(ValueError, match=message):
+        add_lora(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_beams_share_of_tp8_in_bf16(device, tokens):
+    """Captured once, replayed while a slot is empty and after it was filled."""
+    out, x, a, b = operands(device, tokens, 5120, (768, 128, 128, 768), 2, 32, torch.bfloat16)
+    ids, ranks = ints([t % 3 - 1 for t in range(tokens)], device), ints([[0] * 4] * 2, device)
+    base = out.clone()
+    add_lora(out, x, a, b, ids, ranks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_lora(out, x, a, b, ids, ranks)
+    graph.replay()
+    assert torch.equal(out, base)
+    ranks.fill_(32)
+    graph.replay()
+    assert_close("out", add_lora_reference(base, x, a, b, ids, ranks), out, 8e-3)
+    assert torch.equal(out[ids < 0], base[ids < 0])
