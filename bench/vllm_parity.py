@@ -10,9 +10,13 @@ The reference runs in fp32 with the adapter merged in fp32 and, teacher-forced, 
 chose; without that replay its own choice is compared with the engine's and flips are counted. The engine's head is
 asked for in fp32, since a bf16 head rounds logits to steps of 0.125. ``generate --base`` serves the same model without
 its adapter: that its log-probabilities lie far from the merged reference shows that the adapter matters.
+
+Make once and carry FOLDER to both machines: random numbers may differ in their last bit between processors, and
+``score`` refuses tokens of other weights. ``--out`` keeps what ``generate`` writes elsewhere, for both last steps.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -85,6 +89,16 @@ def make(folder: Path) -> None:
     print(f"{folder}: {sum(f.stat().st_size for f in folder.rglob('*.safetensors')) / 2**20:.1f} MiB")
 
 
+def digest(folder: Path) -> str:
+    """What identifies the checkpoint and its adapter."""
+    found = hashlib.sha256()
+    for path in (folder / "model.safetensors", folder / "adapter" / "adapter_model.safetensors"):
+        if not path.is_file():
+            raise SystemExit(f"{path} is not there: make it first")
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
 def prompts() -> list[list[int]]:
     rng = random.Random(0)
     return [[rng.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(PROMPTS)]
@@ -93,13 +107,17 @@ def prompts() -> list[list[int]]:
 def generate(folder: Path, tp: int, pp: int, base: bool, out: Path) -> None:
     """Sampled tokens with their log-probabilities, each step's most likely token and the experts of every layer."""
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
-    if tp * pp == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     sys.path.insert(0, str(ROOT / "bench"))
     import vllm_decode
 
+    weights = digest(folder)
     vllm_decode.importable(folder)
+    if tp * pp > 1:
+        vllm_decode.quiet_multicast()
+    os.chdir(folder)  # vLLM's own subprocesses would import a checkout's folders by their bare names
+    import harness
     import torch
     import vllm
     from vllm import LLM, SamplingParams
@@ -129,7 +147,8 @@ def generate(folder: Path, tp: int, pp: int, base: bool, out: Path) -> None:
         )
     result = {
         "tp": tp, "pp": pp, "adapter": not base, "rows": rows, "device": torch.cuda.get_device_name(),
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__}, "weights": weights,
+        "commit": harness.commit(), "date": harness.fingerprint()["date"],
     }  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result))
@@ -199,10 +218,13 @@ def score(folder: Path, given: Path) -> dict:
     import torch
 
     result = json.loads(given.read_text())
+    if result["weights"] != digest(folder):
+        raise SystemExit(f"{given.name} was generated from other weights than those in {folder}")
     row = {
         "case": f"tp{result['tp']}pp{result['pp']}" + ("" if result["adapter"] else "/without the adapter"),
         "tp": result["tp"], "pp": result["pp"], "adapter": result["adapter"], "device": result["device"],
-        "versions": result["versions"], "tokens": sum(len(r["tokens"]) for r in result["rows"]),
+        "versions": result["versions"], "commit": result["commit"], "date": result["date"],
+        "tokens": sum(len(r["tokens"]) for r in result["rows"]),
         "mean_limit": MEAN_LIMIT, "max_limit": MAX_LIMIT,
     }  # fmt: skip
     for name, use in (("replayed", True), ("own_routes", False)):
@@ -249,7 +271,8 @@ def main() -> int:
     parser.add_argument("--base", action="store_true", help="generate without the adapter")
     parser.add_argument("--out", type=Path, help="folder of the generated files, the model's by default")
     opts = parser.parse_args()
-    out = opts.out or opts.folder
+    opts.folder = opts.folder.resolve()
+    out = (opts.out or opts.folder).resolve()
     if opts.step == "make":
         make(opts.folder)
     elif opts.step == "generate":
@@ -262,9 +285,12 @@ def main() -> int:
         if not rows:
             raise SystemExit(f"no generated_*.json in {out}")
         device = rows[0]["device"].lower().replace(" ", "_")
-        path = ROOT / "bench" / "results" / device / "vllm_parity.json"
+        root = Path(os.environ.get("BEAM_MOE_RESULTS") or ROOT / "bench" / "results")
+        path = root / device / "vllm_parity.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
+        merged = {r["case"]: r for r in json.loads(path.read_text())} if path.is_file() else {}
+        merged |= {r["case"]: r for r in rows}
+        path.write_text("[\n" + ",\n".join(json.dumps(r) for r in merged.values()) + "\n]\n")
         return (
             0
             if all(r["ok"] for r in rows if r["adapter"]) and all(not r["ok"] for r in rows if not r["adapter"])

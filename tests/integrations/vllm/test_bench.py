@@ -1,6 +1,7 @@
 """What the decode bench does inside the engine, on a tiny model: a GPU run is too dear to find a typing error."""
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -195,6 +196,8 @@ def test_full_size_cells_and_predictions(bench, capsys, monkeypatch):
     whole |= {"micro_batch": 16, "step_ms": 20.0, "us_per_layer": 384.6}
     rows = [{**r, "case": bench.case_of(r)} for r in (one, {**one, "of_tp": 8, "us_per_layer": 1.0}, whole)]
     assert len({r["case"] for r in rows}) == 3
+    spread = bench.case_of({**one, "tp": 2, "of_tp": 4, "rank": 32})
+    assert "of-tp" not in spread and "of-tp=4" in rows[0]["case"], "the usual share is one of eight"
     got = bench.with_predictions(rows)[2]
     assert (got["predicted_step_ms"], got["gap"], got["predicted_from"]) == (15.6, 4.4, rows[0]["case"])
     assert bench.with_predictions([{**rows[2], "micro_batch": 32}])[0]["gap"] is None
@@ -212,3 +215,25 @@ def test_multicast_stays_off(bench, monkeypatch):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(SystemExit, match="FlashInfer"):
         bench.quiet_multicast()
+
+
+def test_functions_reach_other_processes_by_value(tmp_path):
+    """Workers of several GPUs get the bench's functions pickled: those of a script, closures, with their globals."""
+    script = (
+        "import sys, types, cloudpickle\n"
+        f"source = open({str(FOLDER / 'vllm_decode.py')!r}).read().rsplit('if __name__', 1)[0]\n"
+        f"__file__ = {str(FOLDER / 'vllm_decode.py')!r}\n"
+        "exec(compile(source, __file__, 'exec'))\n"
+        "class Engine:\n"
+        "    def collective_rpc(self, method):\n"
+        "        sys.stdout.buffer.write(cloudpickle.dumps(method))\n"
+        "on_models(Engine(), lambda model, rank: (model, rank, distinct_experts({'a': [[1, 2]]}, 1)), 7)\n"
+    )
+    sent = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=tmp_path, check=True).stdout
+    reader = (
+        "import sys, types, pickle\n"
+        "function = pickle.loads(sys.stdin.buffer.read())\n"
+        "print(function(types.SimpleNamespace(get_model=lambda: 'model')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", reader], input=sent, capture_output=True, cwd=tmp_path, check=True)
+    assert done.stdout.decode().strip() == "('model', 7, 2.0)"
