@@ -7,6 +7,7 @@ moe_decode_share.png     share of the read floor over tokens, ours and vLLM's
 moe_decode_launches.png  time of one layer by launch, ours beside vLLM's
 moe_decode_tax.png       what adapters cost over their rank
 vllm_decode.png          decode step of the real engine, stock kernels and ours, by batch
+vllm_decode_full.png     the same of full-size layers over several GPUs, beside a single rank's prediction
 """
 
 import sys
@@ -126,7 +127,8 @@ def plot_tax(rows: list[dict], folder: Path) -> None:
 def plot_engine(rows: list[dict], folder: Path) -> None:
     """us per layer of the engine's whole decode step."""
     rows = [r for r in rows if r["arch"] == "beam" and r["base"] == "bf16" and (r["tp"], r["pp"]) == (1, 1)]
-    rows = [r for r in rows if not r["attention_adapter"]]
+    rows = [r for r in rows if not r["attention_adapter"] and r["layers"] == 12 and r["rank"] in (0, 32)]
+    rows = [r for r in rows if r.get("of_tp", 8) == 8]
     batches = sorted({r["batch"] for r in rows})
     if not batches:
         return
@@ -150,6 +152,37 @@ def plot_engine(rows: list[dict], folder: Path) -> None:
     finish(figure, folder / "vllm_decode.png")
 
 
+def plot_full(rows: list[dict], folder: Path) -> None:
+    """Step of the full-size model over several GPUs by concurrent requests, and what a single rank predicts."""
+    rows = [r for r in rows if r["arch"] == "beam-full"]
+    groups = sorted({(r["tp"], r["pp"], r["layers"], r["base"]) for r in rows})
+    if not groups:
+        return
+    figure, grid = plt.subplots(1, len(groups), figsize=(6.5 * len(groups), 4.8), squeeze=False)
+    for axes, group in zip(grid[0], groups):
+        here = [r for r in rows if (r["tp"], r["pp"], r["layers"], r["base"]) == group]
+        lines = sorted({(r["adapters"], r["rank"], r["kernels"]) for r in here})
+        for i, (adapters, rank, kernels) in enumerate(lines):
+            mine = [r for r in here if (r["adapters"], r["rank"], r["kernels"]) == (adapters, rank, kernels)]
+            mine.sort(key=lambda r: r["batch"])
+            name = f"{adapters} r {rank}" if rank else "no adapter"
+            style = "o-" if kernels == "ours" else "x--"
+            axes.plot([r["batch"] for r in mine], [r["step_ms"] for r in mine], style, color=f"C{i}",
+                      label=f"{kernels}, {name}")  # fmt: skip
+            known = [r for r in mine if r["predicted_step_ms"] is not None]
+            axes.plot([r["batch"] for r in known], [r["predicted_step_ms"] for r in known], ":", color=f"C{i}")
+        axes.set_xscale("log", base=2)
+        batches = sorted({r["batch"] for r in here})
+        axes.set_xticks(batches, [str(b) for b in batches])
+        tp, pp, layers, base = group
+        axes.set(xlabel="concurrent requests", title=f"Beam, {layers} layers, TP {tp} x PP {pp}, {base}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6, title="dotted: a single rank's prediction", title_fontsize=6)
+    grid[0][0].set_ylabel("decode step, ms")
+    figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
+    finish(figure, folder / "vllm_decode_full.png")
+
+
 def main() -> None:
     folders = [Path(arg) for arg in sys.argv[1:]] or sorted((harness.ROOT / "bench" / "results").glob("*/"))
     for folder in folders:
@@ -158,6 +191,7 @@ def main() -> None:
                 plot_share(rows, folder)
             plot_tax(rows, folder)
         plot_engine(harness.read_rows(folder / "vllm_decode.json"), folder)
+        plot_full(harness.read_rows(folder / "vllm_decode.json"), folder)
         plot_launches(harness.read_rows(folder / "moe_decode_launches.json"), folder)
 
 

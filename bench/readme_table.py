@@ -110,7 +110,8 @@ def prefill() -> str:
 
 def engine() -> str:
     """The real engine on Beam, bf16: stock kernels and ours by batch, and what ours gains."""
-    rows = rows_of("vllm_decode", arch="beam", base="bf16", tp=1, pp=1, attention_adapter=False)
+    rows = rows_of("vllm_decode", arch="beam", base="bf16", tp=1, pp=1, layers=12, attention_adapter=False)
+    rows = [row for row in rows if row["rank"] in (0, 32) and row.get("of_tp", 8) == 8]
     times = {
         (row["batch"], row["kernels"], row["adapters"]): row
         for row in sorted(rows, key=lambda r: r["lora_enabled"], reverse=True)  # an engine without LoRA, where measured
