@@ -11,8 +11,8 @@
 
 A program computes ``A x`` of its rows for itself, in fp32, rounds it once, and adds its columns of ``B A x`` in fp32 to
 what is there. So nothing is exchanged between programs, and a row's bits depend on its own adapter alone. Rows without
-an adapter are neither read nor written. Where no row of a block has factors in its slice, the program ends after two
-loads: a graph captured with this launch costs little while no loaded adapter touches the layer.
+an adapter are neither read nor written. Where no slot has factors in its slice, a program ends after one load: a graph
+captured with this launch costs little while no loaded adapter touches the layer.
 """
 
 import functools
@@ -84,6 +84,7 @@ def _add_lora_kernel(
     stride_xt,
     stride_ot,
     WIDTHS: tl.constexpr,
+    SLOTS_P2: tl.constexpr,
     K: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -100,17 +101,19 @@ def _add_lora_kernel(
     t = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.load(ids_ptr + t, mask=t < T, other=-1)
     known = (slot >= 0) & (slot < SLOTS)
+    slots = tl.arange(0, SLOTS_P2)
     first_block = 0
     first_column = 0
     for s in tl.static_range(len(WIDTHS)):
         here = block - first_block
         blocks = (WIDTHS[s] + BLOCK_N - 1) // BLOCK_N
         if (here >= 0) & (here < blocks):
-            rank = tl.load(ranks_ptr + slot * len(WIDTHS) + s, mask=known, other=0)
-            rank = tl.minimum(rank, RANK)
-            if tl.max(rank, 0) > 0:
+            # of all slots first: this does not wait for the ids, and is mostly all that is read
+            ranks = tl.load(ranks_ptr + slots * len(WIDTHS) + s, mask=slots < SLOTS, other=0)
+            if tl.max(ranks, 0) > 0:
+                rank = tl.load(ranks_ptr + slot * len(WIDTHS) + s, mask=known, other=0)
                 _add_slice(
-                    x_ptr, a_ptrs[s], b_ptrs[s], out_ptr + first_column, t, slot, rank,
+                    x_ptr, a_ptrs[s], b_ptrs[s], out_ptr + first_column, t, slot, tl.minimum(rank, RANK),
                     here * BLOCK_N + tl.arange(0, BLOCK_N), WIDTHS[s], SLOTS, stride_xt, stride_ot,
                     K, RANK, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED,
                 )  # fmt: skip
@@ -211,8 +214,8 @@ def add_lora(
     with torch.cuda.device_of(x):
         _add_lora_kernel[(sum(triton.cdiv(w, block_n) for w in widths), triton.cdiv(tokens, _BLOCK_M))](
             x, out, lora_ids, ranks, tuple(a), tuple(b), tokens, slots, x.stride(0), out.stride(0),
-            WIDTHS=widths, K=hidden, RANK=rank, BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
-            BLOCK_R=max(16, triton.next_power_of_2(rank)), INTERPRETED=x.device.type == "cpu", PDL=pdl,
+            WIDTHS=widths, SLOTS_P2=triton.next_power_of_2(slots), K=hidden, RANK=rank,
+            BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, BLOCK_R=max(16, triton.next_power_of_2(rank)), INTERPRETED=x.device.type == "cpu", PDL=pdl,
             num_warps=4, num_stages=4, **extra,
         )  # fmt: skip
 

@@ -517,7 +517,7 @@ def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, ren
         planes = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     constants = _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize)
     rows = max(1, min(block_t, 4096 // (constants["GROUPS_P2"] * constants["GROUP_P2"])))
-    pdl = _supports_pdl(x.device) and not fused
+    pdl = _supports_pdl(x.device)
     with torch.cuda.device_of(x):
         _logits_kernel[(blocks_e, blocks_t, len(planes))](
             x, gate_weight, bias, planes, logits, weights, ids, counters,
