@@ -215,7 +215,8 @@ def add_lora(
         _add_lora_kernel[(sum(triton.cdiv(w, block_n) for w in widths), triton.cdiv(tokens, _BLOCK_M))](
             x, out, lora_ids, ranks, tuple(a), tuple(b), tokens, slots, x.stride(0), out.stride(0),
             WIDTHS=widths, SLOTS_P2=triton.next_power_of_2(slots), K=hidden, RANK=rank,
-            BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, BLOCK_R=max(16, triton.next_power_of_2(rank)), INTERPRETED=x.device.type == "cpu", PDL=pdl,
+            BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, BLOCK_R=max(16, triton.next_power_of_2(rank)),
+            INTERPRETED=x.device.type == "cpu", PDL=pdl,
             num_warps=4, num_stages=4, **extra,
         )  # fmt: skip
 
