@@ -15,7 +15,7 @@ parts from memory in their order. t keeps fp32's precision through its product w
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.pipeline import adapter_slot, dot, dot_fp32, live_rank, load_ranks
+from beam_moe.kernels.moe_lora.pipeline import dot, dot_fp32, live_rank, load_ranks
 
 
 @triton.jit
@@ -51,15 +51,34 @@ def _adapter_rows(b_ptr, up_b_offset, slot, e, i, mask_i, r, live, stride_bl, st
 
 
 @triton.jit
+def first_factors(
+    b_ptr, a2_ptr, first_slot, live, e, tile, up_b_offset,
+    stride_bl, stride_be, stride_bi, stride_al, stride_ae, stride_ar,
+    I: tl.constexpr, RANK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """A tile's factors of a block's first adapter: B of gate and of up (BLOCK_I, BLOCK_R), A2 (BLOCK_R, BLOCK_I)."""
+    i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
+    r = tl.arange(0, BLOCK_R)
+    slot = tl.maximum(first_slot, 0).to(tl.int64)
+    bg, bu = _adapter_rows(b_ptr, up_b_offset, slot, e, i, i < I, r, live, stride_bl, stride_be, stride_bi, RANK)
+    a_ptrs = a2_ptr + slot * stride_al + e * stride_ae + r.to(tl.int64)[:, None] * stride_ar + i[None, :]
+    return bg, bu, tl.load(a_ptrs, mask=(r < live)[:, None] & (i < I)[None, :], other=0.0)
+
+
+@triton.jit
 def activate(
     gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, tile, expert, pair, mask_m, T,
-    lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
+    slot_m, first_slot, live_0, bg_0, bu_0, a_0, t_arrivals_ptr, t_expected,
+    ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
     stride_bl, stride_be, stride_bi, stride_al, stride_ae, stride_ar,
     I: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
     SHARED_A: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of I of one block of rows; its gate, its up and the block's t are in memory."""
+    """One tile of I of one block of rows, all parts of its gate and up being in memory.
+
+    t may still be on its way: its programs come first in the grid, and ``t_expected`` of them arrive.
+    """
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
     token = pair // TOP_K
@@ -67,16 +86,6 @@ def activate(
     i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
     mask_i = i < I
     r_0 = tl.arange(0, BLOCK_R)
-    if RANK > 0:
-        slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
-        first_slot = tl.max(slot_m, 0)
-        live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
-        slot_0 = tl.maximum(first_slot, 0).to(tl.int64)
-        bg_0, bu_0 = _adapter_rows(
-            b_ptr, up_b_offset, slot_0, e, i, mask_i, r_0, live_0, stride_bl, stride_be, stride_bi, RANK
-        )
-        a_ptrs = a2_ptr + slot_0 * stride_al + e * stride_ae + r_0.to(tl.int64)[:, None] * stride_ar + i[None, :]
-        a_0 = tl.load(a_ptrs, mask=(r_0 < live_0)[:, None] & mask_i[None, :], other=0.0)
 
     mask = mask_m[:, None] & mask_i[None, :]
     gate_ptrs = gu_ptr + pair[:, None] * (2 * I) + i[None, :]
@@ -88,6 +97,8 @@ def activate(
         u += tl.load(plane + I, mask=mask, other=0.0)
 
     if RANK > 0:
+        while tl.atomic_add(t_arrivals_ptr, 0, sem="acquire", scope="gpu") < t_expected:
+            pass
         t_row = token.to(tl.int64) if SHARED_A else pair
         t_plane = (tl.cast(T, tl.int64) if SHARED_A else P) * (NA * RANK)
         t_rows = t_ptr + t_row[:, None] * (NA * RANK)

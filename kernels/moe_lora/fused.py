@@ -243,14 +243,17 @@ def _run(
         BLOCK_I=cfg.act_block_i, num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common, **up_base,
     )  # fmt: skip
     token_blocks = triton.cdiv(tokens, 16) if shared_b else 0
+    row_bytes = inter * x.element_size()
+    together = isinstance(down_w, torch.Tensor) and not isinstance(w2, MXFP8Tensor) and down_strides[1] == inter
+    ahead = row_bytes if cfg.down_ahead and pdl and together and row_bytes % 16 == 0 and w2.data_ptr() % 16 == 0 else 0
     _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
         buffers.h, down_w, s, w2_b, buffers.y, t, arrivals, topk_weights, topk_ids, emap, order, table,
         ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks,
         *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
         H=hidden, I=inter, RANK=rank, SHARED_A=shared_a, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
-        WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
-        BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
+        WHOLE=cfg.down_whole, AHEAD=ahead, TILES_PER_PROGRAM=cfg.down_tiles,
+        BLOCK_P=block_p, BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
         num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common, **down_base,
     )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t

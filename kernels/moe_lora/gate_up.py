@@ -25,7 +25,7 @@ W13 in MXFP8 is decoded in registers on the way (`mxfp8`); A stays as it is.
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.activate import activate
+from beam_moe.kernels.moe_lora.activate import activate, first_factors
 from beam_moe.kernels.moe_lora.mxfp8 import mxfp8_rows_times_x
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
@@ -209,10 +209,6 @@ def _gate_up_kernel(
             topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, P, E_GLOBAL, E,
             BLOCK_M, BLOCK_P, HAS_MAP,
         )  # fmt: skip
-        if BLOCK_P > 1:
-            if unit == 0:
-                tl.store(block_experts_ptr + block, expert)
-                tl.store(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M), tl.where(mask_m, pair, -1))
         if expert >= 0:
             token = pair // TOP_K
             x_offsets = token.to(tl.int64) * stride_xt
@@ -238,6 +234,11 @@ def _gate_up_kernel(
                 tile = tile % TILES
                 i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
                 n = is_up * I + i
+                slot_m, first_slot, live_0 = pair, 0, 0
+                if RANK > 0:
+                    slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
+                    first_slot = tl.max(slot_m, 0)
+                    live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
                 if BASE == "mxfp8":
                     e = expert.to(tl.int64)
                     acc = mxfp8_rows_times_x(
@@ -258,17 +259,28 @@ def _gate_up_kernel(
                 row = split.to(tl.int64) * P + pair
                 out = gu_ptr + row[:, None] * (2 * I) + n[None, :]
                 tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (i < I)[None, :], eviction_policy="evict_last")
+                bg, bu, a2 = 0, 0, 0
+                if RANK > 0 and PARTS == 1:  # on their way while the program waits for its counter
+                    bg, bu, a2 = first_factors(
+                        b_ptr, a2_ptr, first_slot, live_0, expert.to(tl.int64), tile, up_b_offset,
+                        stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r, I, RANK, BLOCK_I, BLOCK_R,
+                    )  # fmt: skip
                 counter = arrivals_ptr + MAX_BLOCKS + block * TILES + tile
                 if _arrive(counter) == 2 * SPLITS - 1:
                     tl.store(counter, 0)
-                    if RANK > 0:
-                        while tl.atomic_add(t_arrivals, 0, sem="acquire", scope="gpu") < t_expected:
-                            pass
                     last_part = tl.minimum((tile + 1) * PARTS, (I + BLOCK_I - 1) // BLOCK_I)
                     for part in tl.range(tile * PARTS, last_part, num_stages=1):
+                        factors = (bg, bu, a2)
+                        if RANK > 0 and PARTS > 1:
+                            factors = first_factors(
+                                b_ptr, a2_ptr, first_slot, live_0, expert.to(tl.int64), part, up_b_offset,
+                                stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r,
+                                I, RANK, BLOCK_I, BLOCK_R,
+                            )  # fmt: skip
                         activate(
                             gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, part, expert, pair, mask_m, T,
-                            lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
+                            slot_m, first_slot, live_0, *factors, t_arrivals, t_expected,
+                            ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
                             stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r,
                             I, RANK, NA, TOP_K, SPLITS, SHARED_A, MORE, BLOCK_M, BLOCK_I, BLOCK_R, INTERPRETED,
                         )  # fmt: skip

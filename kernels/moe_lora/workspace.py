@@ -45,8 +45,8 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
     blocks = config.blocks(pairs, shape.experts)
     tiles = triton.cdiv(shape.inter, config.act_block_i)
     return [
-        (0 if config.rows == "direct" else blocks * config.block_m, torch.int32),
-        (0 if config.rows == "direct" else blocks, torch.int32),
+        (blocks * config.block_m if config.rows == "plan" else 0, torch.int32),
+        (blocks if config.rows == "plan" else 0, torch.int32),
         (config.splits * pairs * 2 * shape.inter, torch.float32),
         (config.splits * pairs * 2 * shape.rank, torch.float32),
         (pairs * shape.inter, None),

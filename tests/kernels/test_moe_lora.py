@@ -859,12 +859,14 @@ print("ran")
 
 
 @pytest.mark.gpu
-def test_memcheck_finds_nothing_on_the_decode_path():
+def test_memcheck_finds_nothing_on_the_decode_path(tmp_path):
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.path.exists(tool):
         pytest.skip("no compute-sanitizer")
     command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
     # an allocation of its own for each tensor, so that a read past one is seen
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run([*command, sys.executable, "-c", SANITIZED], env=env, capture_output=True, text=True)
+    # not from a checkout's root, whose bare beam_moe/ would stand for the package
+    run = {"env": env, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([*command, sys.executable, "-c", SANITIZED], **run)
     assert done.returncode == 0 and "ran" in done.stdout, (done.stdout + done.stderr)[-4000:]
