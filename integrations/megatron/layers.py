@@ -307,6 +307,12 @@ class BeamTopKRouter(TopKRouter):
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         return _Fp32Linear.apply(input, self.weight)
 
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """megatron-core's count of tokens per expert, which it compiles anew for every router."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            seen = routing_map if padding_mask is None else routing_map & ~padding_mask
+            self.local_tokens_per_expert += seen.sum(0)
+
     def _apply(self, fn, recurse=True):
         kept = {n: t.data for n, t in (("weight", self.weight), ("expert_bias", self.expert_bias)) if t is not None}
         super()._apply(fn, recurse)
