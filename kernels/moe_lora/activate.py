@@ -7,9 +7,9 @@
     gu  (SPLITS, P, 2I)      t  (SPLITS, P|T, NA*R)      b  (L, E, I, R), up's ``up_b_offset`` elements further
     a2  (L, E, R, I)         h  (P, I)                   s  (TILES, P, R)
 
-A tile of I of one block of rows is activated by the program of `gate_up` that finishes last of those that made its
-parts, so no launch of its own stands between the two products. Which program that is changes nothing: it reads the
-parts from memory in their order. t keeps fp32's precision through its product with B.
+No launch of its own stands between the two products: a tile of I of one block of rows is activated by the program of
+`gate_up` that made it or, where several made parts of it, by the one that finishes last. Which one that is changes
+nothing: it reads the parts from memory in their order. t keeps fp32's precision through its product with B.
 """
 
 import triton
@@ -66,8 +66,23 @@ def first_factors(
 
 
 @triton.jit
+def added_up(gu_ptr, pair, mask_m, tile, P, I: tl.constexpr, SPLITS: tl.constexpr, BLOCK_I: tl.constexpr):
+    """Gate and up, fp32 (BLOCK_M, BLOCK_I): their planes in memory added in their order."""
+    i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask = mask_m[:, None] & (i < I)[None, :]
+    gate_ptrs = gu_ptr + pair.to(tl.int64)[:, None] * (2 * I) + i[None, :]
+    g = tl.load(gate_ptrs, mask=mask, other=0.0)
+    u = tl.load(gate_ptrs + I, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        plane = gate_ptrs + tl.cast(split * P, tl.int64) * (2 * I)
+        g += tl.load(plane, mask=mask, other=0.0)
+        u += tl.load(plane + I, mask=mask, other=0.0)
+    return g, u
+
+
+@triton.jit
 def activate(
-    gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, tile, expert, pair, mask_m, T,
+    g, u, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, tile, expert, pair, mask_m, T,
     slot_m, first_slot, live_0, bg_0, bu_0, a_0, t_arrivals_ptr, t_expected,
     ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
     stride_bl, stride_be, stride_bi, stride_al, stride_ae, stride_ar,
@@ -75,7 +90,7 @@ def activate(
     SHARED_A: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of I of one block of rows, all parts of its gate and up being in memory.
+    """One tile of I of one block of rows, from its gate and up, fp32 (BLOCK_M, BLOCK_I).
 
     t may still be on its way: its programs come first in the grid, and ``t_expected`` of them arrive.
     """
@@ -88,14 +103,6 @@ def activate(
     r_0 = tl.arange(0, BLOCK_R)
 
     mask = mask_m[:, None] & mask_i[None, :]
-    gate_ptrs = gu_ptr + pair[:, None] * (2 * I) + i[None, :]
-    g = tl.load(gate_ptrs, mask=mask, other=0.0)
-    u = tl.load(gate_ptrs + I, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        plane = gate_ptrs + split * P * (2 * I)
-        g += tl.load(plane, mask=mask, other=0.0)
-        u += tl.load(plane + I, mask=mask, other=0.0)
-
     if RANK > 0:
         while tl.atomic_add(t_arrivals_ptr, 0, sem="acquire", scope="gpu") < t_expected:
             pass

@@ -116,10 +116,13 @@ class MoEConfig:
             down_whole=inter <= 1024,
         )
 
-    @property
-    def act_block_i(self) -> int:
-        """Columns of gate and up that are activated at once: all that a program made, fewer where it has many rows."""
-        return min(self.up_block_n, max(16, 4096 // self.block_m))
+    def joined(self, base: str) -> bool:
+        """Whether one program makes a tile's gate and its up."""
+        return base == "dense" and self.splits == 1 and self.block_m <= 32 and self.up_block_n >= 32
+
+    def act_block_i(self, base: str) -> int:
+        """Columns of gate and of up that are activated at once: all a program made, fewer where it has many rows."""
+        return self.up_block_n // 2 if self.joined(base) else min(self.up_block_n, max(16, 4096 // self.block_m))
 
     def candidates(self, base: str = "dense") -> Iterator[MoEConfig]:
         """Neighbours of this one, a group of fields at a time: what `bench/tune.py` tries."""
@@ -137,10 +140,22 @@ class MoEConfig:
 _Groups = tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...]
 _DENSE: _Groups = (
     (("rows",), (("plan",), ("search",), ("direct",))),
-    (("splits",), ((1,), (2,), (4,), (5,), (8,), (10,))),
+    (("splits",), ((1,), (2,), (3,), (4,), (5,), (8,), (10,))),
     (
         ("up_block_n", "up_block_k", "up_warps", "up_stages"),
-        ((64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3)),
+        (
+            (64, 64, 4, 6),
+            (64, 128, 4, 3),
+            (64, 128, 4, 4),
+            (64, 128, 4, 5),
+            (64, 256, 4, 3),
+            (64, 256, 8, 3),
+            (32, 256, 4, 4),
+            (128, 64, 4, 4),
+            (128, 64, 8, 4),
+            (128, 128, 8, 3),
+            (128, 256, 8, 3),
+        ),
     ),
     (
         ("down_whole", "down_block_n", "down_warps", "down_stages", "down_tiles"),
@@ -150,6 +165,7 @@ _DENSE: _Groups = (
             (False, 64, 4, 5, 1),
             (False, 128, 4, 3, 1),
             (False, 128, 8, 3, 2),
+            (True, 32, 4, 2, 8),
             (True, 64, 4, 2, 4),
             (True, 64, 4, 2, 8),
             (True, 64, 4, 3, 8),

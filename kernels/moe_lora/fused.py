@@ -180,6 +180,8 @@ def _run(
     emap = topk_ids if expert_map is None else expert_map
     e_global = 0 if expert_map is None else expert_map.numel()
     has_map = expert_map is not None
+    base = "mxfp8" if isinstance(w13, MXFP8Tensor) else "dense"
+    block_i = cfg.act_block_i(base)
     common: dict[str, Any] = dict(TOP_K=top_k, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
     up_w, down_w, images = w13, w2, {}
@@ -218,7 +220,7 @@ def _run(
     else:
         rank, na, slots = lora.rank, 1 if lora.one_a else 2, lora.slots
         shared_a, shared_b = lora.shared_a, lora.shared_b
-        tiles, block_r = triton.cdiv(inter, cfg.act_block_i), min(MAX_BLOCK_R, max(16, triton.next_power_of_2(rank)))
+        tiles, block_r = triton.cdiv(inter, block_i), min(MAX_BLOCK_R, max(16, triton.next_power_of_2(rank)))
         more = slots > 1 or rank > block_r
         (gate_a, up_a), (gate_b, up_b) = lora.gate_up_a, lora.gate_up_b
         w2_a, w2_b = lora.w2_a, lora.w2_b
@@ -227,7 +229,8 @@ def _run(
         a_strides, b_strides, a2_strides, b2_strides = gate_a.stride(), gate_b.stride(), w2_a.stride(), w2_b.stride()
         up_a_offset, up_b_offset = _offset(gate_a, up_a), _offset(gate_b, up_b)
 
-    w_units = 2 * triton.cdiv(inter, cfg.up_block_n) * cfg.splits
+    joined = cfg.joined(base)
+    w_units = triton.cdiv(inter, block_i) if joined else 2 * triton.cdiv(inter, cfg.up_block_n) * cfg.splits
     a_units = triton.cdiv(na * rank, cfg.up_block_n) * cfg.splits
     if shared_a:
         programs = blocks * w_units + triton.cdiv(tokens, cfg.block_m) * a_units
@@ -238,9 +241,9 @@ def _run(
         ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks, up_a_offset, up_b_offset,
         x.stride(0), *up_strides, *a_strides[:3], *b_strides[:3], *a2_strides[:3],
-        H=hidden, I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, BLOCK_P=block_p,
-        BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k, BLOCK_R=block_r,
-        BLOCK_I=cfg.act_block_i, num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common, **up_base,
+        H=hidden, I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, JOINED=joined, SHARED_A=shared_a, MORE=more,
+        BLOCK_P=block_p, BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k, BLOCK_R=block_r,
+        BLOCK_I=block_i, num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common, **up_base,
     )  # fmt: skip
     token_blocks = triton.cdiv(tokens, 16) if shared_b else 0
     row_bytes = inter * x.element_size()

@@ -10,9 +10,10 @@ Weights stand on the long side of the matrix instruction (64 rows or more) and r
 few rows waste nothing of it. Every weight is read once by each block of at most ``BLOCK_M`` rows. H is cut into
 ``SPLITS`` fixed shares, which keeps all processors busy to the end.
 
-Each program that has stored its part of a tile of I (gate or up, one share of H) arrives at the tile's counter, and the
-last of the 2 * SPLITS `activate`s the tile: it adds the planes in their order, so a result depends neither on timing
-nor on the other rows of the batch. It sets the counter back. Programs of t come before those that wait for them: a GPU
+Where H is not shared out, a program makes a tile's gate and its up and `activate`s them from registers (JOINED). Else
+each program that has stored its part of a tile of I (gate or up, one share of H) arrives at the tile's counter, and the
+last of the 2 * SPLITS activates the tile: it adds the planes in their order, so a result depends neither on timing nor
+on the other rows of the batch. It sets the counter back. Programs of t come before those that wait for them: a GPU
 starts a grid's programs in their order, so a waiting one never keeps the others from starting.
 
     arrivals  int32: (MAX_BLOCKS,) programs of t that are through, in the first one alone where experts share A; then
@@ -25,7 +26,7 @@ W13 in MXFP8 is decoded in registers on the way (`mxfp8`); A stays as it is.
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.activate import activate, first_factors
+from beam_moe.kernels.moe_lora.activate import activate, added_up, first_factors
 from beam_moe.kernels.moe_lora.mxfp8 import mxfp8_rows_times_x
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
@@ -142,6 +143,7 @@ def _gate_up_kernel(
     NA: tl.constexpr,  # 1: gate and up share A
     TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    JOINED: tl.constexpr,  # a program's rows of W13 are BLOCK_I of gate and the same of up
     SHARED_A: tl.constexpr,
     MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
     HAS_MAP: tl.constexpr,
@@ -171,9 +173,10 @@ def _gate_up_kernel(
 
     Where experts share A the units of t go by blocks of tokens and come before all blocks of experts.
     """
-    TILES: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N  # of gate, and as many of up
-    PARTS: tl.constexpr = BLOCK_N // BLOCK_I
-    W_UNITS: tl.constexpr = 2 * TILES * SPLITS
+    COLUMNS: tl.constexpr = BLOCK_I if JOINED else BLOCK_N  # of I, that the programs of one tile make
+    TILES: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
+    PARTS: tl.constexpr = COLUMNS // BLOCK_I
+    W_UNITS: tl.constexpr = TILES if JOINED else 2 * TILES * SPLITS
     A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
     A_UNITS: tl.constexpr = A_TILES * SPLITS
     A_BLOCK_K: tl.constexpr = BLOCK_K if BASE == "dense" else BLOCK_K // 2  # as many bytes of A as of codes
@@ -226,14 +229,20 @@ def _gate_up_kernel(
             else:
                 if not SHARED_A:
                     unit -= A_UNITS
-                tile = unit % (2 * TILES)
-                split = unit // (2 * TILES)
+                if JOINED:
+                    split, tile = unit * 0, unit
+                    i = tl.arange(0, BLOCK_N)
+                    n = tile * BLOCK_I + i % BLOCK_I
+                    i, n = n, n + tl.where(i >= BLOCK_I, I, 0)
+                    is_up = 0
+                else:
+                    split = unit // (2 * TILES)
+                    is_up = unit % (2 * TILES) // TILES
+                    tile = unit % TILES
+                    i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                    n = is_up * I + i
                 k_first = split * K_SHARE
                 k_last = tl.minimum(k_first + K_SHARE, H)
-                is_up = tile // TILES
-                tile = tile % TILES
-                i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                n = is_up * I + i
                 slot_m, first_slot, live_0 = pair, 0, 0
                 if RANK > 0:
                     slot_m = adapter_slot(lora_ids_ptr, token, mask_m, SLOTS)
@@ -254,20 +263,30 @@ def _gate_up_kernel(
                     acc = _rows_times_x(
                         w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, i < I,
                         x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, I % BLOCK_N != 0, INTERPRETED,
+                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, I % COLUMNS != 0, INTERPRETED,
                     )  # fmt: skip
-                row = split.to(tl.int64) * P + pair
-                out = gu_ptr + row[:, None] * (2 * I) + n[None, :]
-                tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (i < I)[None, :], eviction_policy="evict_last")
+                if not JOINED:
+                    row = split.to(tl.int64) * P + pair
+                    out = gu_ptr + row[:, None] * (2 * I) + n[None, :]
+                    tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (i < I)[None, :], eviction_policy="evict_last")
                 bg, bu, a2 = 0, 0, 0
                 if RANK > 0 and PARTS == 1:  # on their way while the program waits for its counter
                     bg, bu, a2 = first_factors(
                         b_ptr, a2_ptr, first_slot, live_0, expert.to(tl.int64), tile, up_b_offset,
                         stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r, I, RANK, BLOCK_I, BLOCK_R,
                     )  # fmt: skip
-                counter = arrivals_ptr + MAX_BLOCKS + block * TILES + tile
-                if _arrive(counter) == 2 * SPLITS - 1:
-                    tl.store(counter, 0)
+                if JOINED:
+                    both = tl.permute(tl.reshape(tl.trans(acc), (BLOCK_M, 2, BLOCK_I)), (0, 2, 1))
+                    g, u = tl.split(both)
+                    activate(
+                        g, u, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, tile, expert, pair, mask_m, T,
+                        slot_m, first_slot, live_0, bg, bu, a2, t_arrivals, t_expected,
+                        ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
+                        stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r,
+                        I, RANK, NA, TOP_K, SPLITS, SHARED_A, MORE, BLOCK_M, BLOCK_I, BLOCK_R, INTERPRETED,
+                    )  # fmt: skip
+                elif _arrive(arrivals_ptr + MAX_BLOCKS + block * TILES + tile) == 2 * SPLITS - 1:
+                    tl.store(arrivals_ptr + MAX_BLOCKS + block * TILES + tile, 0)
                     last_part = tl.minimum((tile + 1) * PARTS, (I + BLOCK_I - 1) // BLOCK_I)
                     for part in tl.range(tile * PARTS, last_part, num_stages=1):
                         factors = (bg, bu, a2)
@@ -277,8 +296,9 @@ def _gate_up_kernel(
                                 stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r,
                                 I, RANK, BLOCK_I, BLOCK_R,
                             )  # fmt: skip
+                        g, u = added_up(gu_ptr, pair, mask_m, part, P, I, SPLITS, BLOCK_I)
                         activate(
-                            gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, part, expert, pair, mask_m, T,
+                            g, u, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, part, expert, pair, mask_m, T,
                             slot_m, first_slot, live_0, *factors, t_arrivals, t_expected,
                             ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
                             stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r,

@@ -43,7 +43,7 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
     """Elements and dtype (None: x's) of each buffer, in the order of `Buffers`."""
     pairs = shape.tokens * shape.top_k
     blocks = config.blocks(pairs, shape.experts)
-    tiles = triton.cdiv(shape.inter, config.act_block_i)
+    tiles = triton.cdiv(shape.inter, min(config.act_block_i(base) for base in OPS))
     return [
         (blocks * config.block_m if config.rows == "plan" else 0, torch.int32),
         (blocks if config.rows == "plan" else 0, torch.int32),
@@ -69,7 +69,7 @@ def bytes_needed(shape: Shape, config: MoEConfig) -> int:
 def counters_needed(shape: Shape, config: MoEConfig) -> int:
     """Counters by which the programs of `gate_up` find each other."""
     blocks = config.blocks(shape.tokens * shape.top_k, shape.experts)
-    return blocks * (1 + triton.cdiv(shape.inter, config.up_block_n))
+    return blocks * (1 + triton.cdiv(shape.inter, config.up_block_n))  # a joined tile needs none of its own
 
 
 def carve(buffer: torch.Tensor, shape: Shape, config: MoEConfig, dtype: torch.dtype) -> Buffers:
