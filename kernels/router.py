@@ -290,7 +290,7 @@ def _logits_kernel(
         arrived = tl.atomic_add(counter, 1, sem="acq_rel")
         if arrived == tl.num_programs(0) * tl.num_programs(2) - 1:
             tl.store(counter, 0)
-            for start in range(0, BLOCK_T, ROWS):
+            for start in range(0, tl.minimum(BLOCK_T, T - block_t * BLOCK_T), ROWS):
                 row = block_t * BLOCK_T + start + tl.arange(0, ROWS)
                 _choose(
                     planes_ptr, plane, E, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E,
@@ -328,6 +328,7 @@ def _route_kernel(
     """Grid (cdiv(T, ROWS),)."""
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()  # few programs run here: the next launch finds its place beside them
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _choose(
         planes_ptr, tl.cast(T, tl.int64) * E, stride_pt, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E,
@@ -438,12 +439,18 @@ def launch_form(device: torch.device, tokens: int, experts: int, hidden: int, n_
     config = tuning.lookup(device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
     fused = config["fused"] and triton.cdiv(tokens, config["block_t"]) <= _COUNTERS
     slots = triton.next_power_of_2(n_group) * triton.next_power_of_2(experts // n_group)
-    return (*sorted({**config, "fused": fused}.items()), None if fused else _rows(tokens, slots))
+    rows = _fused_rows(tokens, slots, config["block_t"]) if fused else _rows(tokens, slots)
+    return (*sorted({**config, "fused": fused}.items()), rows)
 
 
 def _rows(tokens: int, slots: int) -> int:
     """Rows of logits that one program of the choice alone takes."""
     return 1 if tokens <= 1024 else max(1, min(8, 1024 // slots))
+
+
+def _fused_rows(tokens: int, slots: int, block_t: int) -> int:
+    """Rows that the last program of a token block takes at once: no more than there are."""
+    return max(1, min(block_t, triton.next_power_of_2(tokens), 4096 // slots))
 
 
 class _Counters:
@@ -516,7 +523,7 @@ def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, ren
     if split_grid and splits > 1:
         planes = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     constants = _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize)
-    rows = max(1, min(block_t, 4096 // (constants["GROUPS_P2"] * constants["GROUP_P2"])))
+    rows = _fused_rows(tokens, constants["GROUPS_P2"] * constants["GROUP_P2"], block_t) if fused else 1
     pdl = _supports_pdl(x.device)
     with torch.cuda.device_of(x):
         _logits_kernel[(blocks_e, blocks_t, len(planes))](

@@ -338,10 +338,10 @@ def test_launch_form_tells_what_compiles(monkeypatch):
     monkeypatch.setattr(module, "_logits_kernel", Recorder(launched))
     monkeypatch.setattr(module, "_route_kernel", Recorder(launched))
     weight, forms = torch.zeros(64, 32), {}
-    for tokens in (1, 2, 16, 17, 64, 65, 512, 513, 1024, 1025, 4097):
+    for tokens in (1, 2, 9, 16, 17, 64, 65, 512, 513, 1024, 1025, 4097):
         launched.clear()
         grouped_topk(torch.zeros(tokens, 32), weight, top_k=2, n_group=4, topk_group=2)
         form = module.launch_form(weight.device, tokens, 64, 32, n_group=4)
         forms.setdefault(form, set()).add(tuple(launched))
-    assert len(forms) == 5 and all(len(v) == 1 for v in forms.values())
+    assert len(forms) == 7 and all(len(v) == 1 for v in forms.values())
     assert len(set.union(*forms.values())) == len(forms)

@@ -243,14 +243,14 @@ def test_warm_up_reaches_every_launch_form(ours, served, monkeypatch):
     routing = ours.routing_of(served.model.moe_layers[0])
     warmup = ours.RouterWarmup(routing, 100, torch.float16)
     keys = warmup.get_warmup_keys()
-    assert {routing.form(n) for (n,) in keys} == {routing.form(n) for n in range(1, 101)} and len(keys) == 3
+    assert {routing.form(n) for (n,) in keys} == {routing.form(n) for n in range(1, 101)} and len(keys) == 7
     seen = []
     monkeypatch.setattr(ours, "grouped_topk", lambda x, *a, **k: seen.append((len(x), x.dtype)))
     for key in keys:
         warmup.compile(key)
     assert seen == [(n, torch.float16) for (n,) in keys]
     monkeypatch.setattr(routing, "max_tokens", 16)
-    assert warmup.get_warmup_keys() == [(1,)]
+    assert warmup.get_warmup_keys() == [(1,), (2,), (3,), (5,), (9,)]
 
 
 def test_warm_up_is_registered(harness, ours, tmp_path, monkeypatch):
