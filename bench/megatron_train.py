@@ -1,19 +1,25 @@
 """Training on Megatron with our modules: loss curves of every mode beside bf16's, and one MoE layer's time and memory.
 
-    python bench/megatron_train.py curves [--steps 200]      # one small Beam, the same data in the same order
     python bench/megatron_train.py layer [--rows 16384]      # experts of one layer, forward and backward
+    python bench/megatron_train.py curves [--steps 200]      # one small Beam, the same data in the same order
     python bench/megatron_train.py plot [RESULTS.json]
 
 ``curves`` trains the Beam of ``rl_loop.py`` on sequences of a random second-order Markov chain over 64 tokens, from one
 random checkpoint, with the distributed optimizer: in bf16, with MXFP8 experts, with every linear in MXFP8, and with
 LoRA on bf16 and MXFP8 bases. ``layer`` times the experts of one rank of Beam (32 of 256 experts, hidden 5120,
-intermediate 2560) as megatron-core calls them: its own sequential ones, Transformer Engine's grouped GEMM where it is
-there, and ours. Needs megatron-core 0.19.2 and megatron-bridge 0.6.2.
+intermediate 2560) as megatron-core calls them: its own sequential ones, PyTorch's grouped GEMM, Transformer Engine's
+where it is there, and ours; one whose output or input gradient is wrong gets no time. Needs megatron-core 0.19.2 and
+megatron-bridge 0.6.2.
+
+A row is written as soon as it is known, a curve's every 25 steps. A curve that is complete in the result file is not
+trained again (``--again`` does), so a second call goes on where ``--minutes`` ended the first.
 """
 
 import argparse
 import gc
+import importlib.util
 import json
+import logging
 import math
 import os
 import re
@@ -34,6 +40,15 @@ MODES = {
     "lora_mxfp8": {"recipe": ["*"], "lora": {"share_expert_adapters": False}},
 }
 SYMBOLS = 64
+LIMITS = {"mxfp8": 0.1, "bf16": 0.01}  # of the error over the reference's RMS; MXFP8 rounds both operands to 4 bits
+
+
+def importable() -> None:
+    """This checkout, where the package is not installed."""
+    if importlib.util.find_spec("beam_moe") is None:
+        import vllm_decode
+
+        vllm_decode.importable(Path(tempfile.mkdtemp()))
 
 
 def begin() -> None:
@@ -41,6 +56,7 @@ def begin() -> None:
     import torch
     import torch.distributed as dist
 
+    logging.disable(logging.INFO)  # megatron-core lists every parameter
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
@@ -73,7 +89,8 @@ def data(steps: int, batch: int, length: int):
 
 
 def curve(mode: str, checkpoint: Path, args: argparse.Namespace) -> dict:
-    """Losses of one mode, seconds a step and peak memory."""
+    """Losses of one mode, seconds a step and peak memory; written on the way."""
+    import harness
     import rl_loop
     import torch
     from megatron.bridge import AutoBridge
@@ -118,7 +135,19 @@ def curve(mode: str, checkpoint: Path, args: argparse.Namespace) -> dict:
         chunks,
     )  # fmt: skip
     device = next(chunks[0].parameters()).device
-    losses, times = [], []
+    losses: list[float] = []
+    times: list[float] = []
+
+    def row() -> dict:
+        tail, half = losses[-20:], sorted(times)[len(times) // 2]
+        return {
+            "case": f"curves/{mode}", "mode": mode, "steps": len(losses), "batch": args.batch, "length": args.length,
+            "hidden": rl_loop.MODEL["hidden_size"], "losses": losses, "last_20": sum(tail) / len(tail),
+            "chance": math.log(rl_loop.MODEL["vocab_size"]), "ms_a_step": 1e3 * half, "lr": rate,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+            "trained_parameters": sum(p.numel() for p in chunks[0].parameters() if p.requires_grad),
+        }  # fmt: skip
+
     for ids in data(args.steps, args.batch, args.length):
         ids, start = ids.to(device), time.time()
         position = torch.arange(args.length, device=device)[None].expand(args.batch, -1)
@@ -140,14 +169,10 @@ def curve(mode: str, checkpoint: Path, args: argparse.Namespace) -> dict:
         optimizer.step()
         losses.append(round(float(found[0]["loss"]), 5))
         times.append(time.time() - start)
-    tail = losses[-20:]
-    return {
-        "case": f"curves/{mode}", "mode": mode, "steps": args.steps, "batch": args.batch, "length": args.length,
-        "hidden": rl_loop.MODEL["hidden_size"], "losses": losses, "last_20": sum(tail) / len(tail),
-        "chance": math.log(rl_loop.MODEL["vocab_size"]), "ms_a_step": 1e3 * sorted(times)[len(times) // 2],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "trained_parameters": sum(p.numel() for p in chunks[0].parameters() if p.requires_grad),
-    }  # fmt: skip
+        if len(losses) % 25 == 0 or len(losses) == args.steps:
+            harness.write_rows("megatron_train", [row()])
+            print(f"{mode} step {len(losses)} loss {losses[-1]:.4f} {1e3 * times[-1]:.0f} ms", flush=True)
+    return row()
 
 
 def curves(args: argparse.Namespace) -> None:
@@ -155,16 +180,29 @@ def curves(args: argparse.Namespace) -> None:
     import rl_loop
 
     begin()
+    started, longest = time.time(), 0.0
     checkpoint, _ = rl_loop.write_checkpoints(Path(tempfile.mkdtemp()))
-    rows = []
+    shape = {"steps": args.steps, "batch": args.batch, "length": args.length, "hidden": rl_loop.MODEL["hidden_size"]}
+    known = {r["case"]: r for r in harness.read_rows(harness.results_path("megatron_train"))}
+    rows, left = [], []
     for mode in args.modes:
+        old = known.get(f"curves/{mode}")
+        if old and not args.again and shape.items() <= old.items():
+            rows.append(old)
+            continue
+        begun = time.time()
+        if begun - started + longest > 60 * args.minutes:
+            left.append(mode)
+            continue
         rows.append(curve(mode, checkpoint, args))
-        harness.write_rows("megatron_train", rows[-1:])
+        longest = max(longest, time.time() - begun)
     harness.print_table(
         "loss curves",
         ("mode", "first", "last 20", "ms a step", "peak GiB"),
         [(r["mode"], r["losses"][0], r["last_20"], r["ms_a_step"], r["peak_gib"]) for r in rows],
     )
+    if left:
+        print(f"out of time before {' '.join(left)}: call again")
 
 
 def layer(args: argparse.Namespace) -> None:
@@ -179,6 +217,8 @@ def layer(args: argparse.Namespace) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     begin()
+    from torch.nn.functional import grouped_mm
+
     from beam_moe.integrations.megatron import linears
     from beam_moe.integrations.megatron.layers import SwiGLU
     from beam_moe.integrations.megatron.lora import GroupedExpertAdapter, GroupedLoRALinear
@@ -197,9 +237,19 @@ def layer(args: argparse.Namespace) -> None:
         linear_fc2=linears.RowParallelGroupedLinear,
         activation_func=SwiGLU,
     )
+
+    class TorchColumn(linears.ColumnParallelGroupedLinear):
+        def project(self, x, splits, offsets):
+            return grouped_mm(x, self.stacked().transpose(1, 2), offs=offsets[1:])
+
+    class TorchRow(linears.RowParallelGroupedLinear):
+        project = TorchColumn.project
+
+    torchs = GroupedMLPSubmodules(linear_fc1=TorchColumn, linear_fc2=TorchRow, activation_func=SwiGLU)
     local = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU)
     made = {
         "megatron-core, sequential": (lambda: SequentialMLP(args.experts, config, local, groups), {}),
+        "PyTorch grouped GEMM, bf16": (lambda: TEGroupedMLP(args.experts, config, torchs, groups), {}),
         "ours, bf16": (lambda: TEGroupedMLP(args.experts, config, ours, groups), {}),
         "ours, mxfp8": (lambda: TEGroupedMLP(args.experts, config, ours, groups), {"mxfp8": True}),
         "ours, bf16 + LoRA": (lambda: TEGroupedMLP(args.experts, config, ours, groups), {"lora": False}),
@@ -259,14 +309,16 @@ def layer(args: argparse.Namespace) -> None:
             rows_in = x.detach().requires_grad_()
             y, _ = experts(rows_in, splits, probs)
             y.backward(dy)
-            return y
+            return y.detach(), rows_in.grad
 
-        y = once()
         error = None
-        if name.startswith("ours"):
-            error = harness.error_ratio(reference, y)
+        y, dx = once()
+        if reference is None:
+            reference = y, dx
         else:
-            reference = y.detach() if reference is None else reference
+            limit = LIMITS["mxfp8" if change.get("mxfp8") else "bf16"]
+            error = max(harness.gate(f"{name}, {w}", r, g, limit) for w, r, g in zip(("y", "dx"), reference, (y, dx)))
+        once()
         samples = []
         for _ in range(args.repeats):
             if cuda:
@@ -286,6 +338,8 @@ def layer(args: argparse.Namespace) -> None:
             }
         )  # fmt: skip
         harness.write_rows("megatron_train", rows[-1:])
+        print(f"{name}: {best * 1e3:.2f} ms", flush=True)
+        del experts, inner, once, y, dx  # or the next peak counts them
     harness.print_table(
         "experts of one layer, forward and backward",
         ("experts", "ms", "TFLOP/s", "peak GiB", "error"),
@@ -322,6 +376,8 @@ def main() -> None:
     c.add_argument("--length", type=int, default=256)
     c.add_argument("--lr", type=float, default=3e-4)
     c.add_argument("--lora-lr", type=float, default=3e-3)
+    c.add_argument("--minutes", type=float, default=9, help="begin no curve that would end later")
+    c.add_argument("--again", action="store_true", help="train what the result file already has, too")
     c.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     c.set_defaults(run=curves)
     m = commands.add_parser("layer")
@@ -335,6 +391,7 @@ def main() -> None:
     p.add_argument("path", nargs="?", type=Path, default=ROOT / "bench/results/nvidia_h200/megatron_train.json")
     p.set_defaults(run=lambda a: plot(a.path))
     args = parser.parse_args()
+    importable()
     args.run(args)
 
 
