@@ -477,7 +477,7 @@ def launch(world: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+    command = [sys.executable, *sys.argv]
     shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [subprocess.Popen(command, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
     while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
