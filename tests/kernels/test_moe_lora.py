@@ -37,6 +37,7 @@ SMALL = MoEConfig(
     rows="plan", block_m=16, up_block_n=64, up_block_k=32, up_stages=2, splits=2,
     down_block_n=64, down_block_k=32, down_stages=2, combine_block_h=64, combine_block_t=4,
 )  # fmt: skip
+JOINED = dataclasses.replace(SMALL, splits=1)  # a program makes gate and up, and activates them from registers
 TILED = dataclasses.replace(
     SMALL, up_block_n=32, up_block_k=16, down_block_n=16, down_block_k=16, down_tiles=2,
     combine_block_h=16, combine_block_t=2,
@@ -87,9 +88,11 @@ def reference(args):
 
 
 def check(args, config=SMALL, limit=None):
-    """Run the layer and compare with the reference; returns the layer's output."""
-    got = fused_moe(**args, config=config)
-    assert_close("fused_moe", reference(args), got, limit or LIMIT[args["x"].dtype])
+    """Run the layer and compare with the reference; returns the layer's output. SMALL stands for JOINED too."""
+    ref = reference(args)
+    for each in (JOINED, SMALL) if config is SMALL else (config,):
+        got = fused_moe(**args, config=each)
+        assert_close("fused_moe", ref, got, limit or LIMIT[args["x"].dtype])
     return got
 
 
@@ -457,7 +460,7 @@ def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
     assert_close("fused_moe", ref, got, LIMIT[torch.float16])
 
 
-@pytest.mark.parametrize("config", [SMALL, TILED, dataclasses.replace(SMALL, rows="search", splits=1)])
+@pytest.mark.parametrize("config", [SMALL, TILED, JOINED, dataclasses.replace(TILED, rows="search")])
 @pytest.mark.parametrize("shared", [False, True])
 def test_counters_are_zero_between_calls(device, config, shared):
     """Calls of any routing, size and bank hand the counters on as they found them."""
