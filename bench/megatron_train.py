@@ -2,7 +2,6 @@
 
     python bench/megatron_train.py layer [--rows 16384]      # experts of one layer, forward and backward
     python bench/megatron_train.py curves [--steps 200]      # one small Beam, the same data in the same order
-    python bench/megatron_train.py plot [RESULTS.json]
 
 ``curves`` trains the Beam of ``rl_loop.py`` on sequences of a random second-order Markov chain over 64 tokens, from one
 random checkpoint, with the distributed optimizer: in bf16, with MXFP8 experts, with every linear in MXFP8, and with
@@ -18,7 +17,6 @@ trained again (``--again`` does), so a second call goes on where ``--minutes`` e
 import argparse
 import gc
 import importlib.util
-import json
 import logging
 import math
 import os
@@ -347,26 +345,6 @@ def layer(args: argparse.Namespace) -> None:
     )
 
 
-def plot(path: Path) -> None:
-    """Loss over steps, every mode in one picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
-    for row in json.loads(path.read_text()):
-        if row["case"].startswith("curves/"):
-            axes["lora" in row["mode"]].plot(row["losses"], label=row["mode"])
-    for axis, title in zip(axes, ("all weights trained", "LoRA, rank 32")):
-        axis.set(xlabel="step", ylabel="loss", title=title)
-        axis.legend()
-    figure.tight_layout()
-    out = path.with_suffix(".png")
-    figure.savefig(out, dpi=150)
-    print(out)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -387,9 +365,6 @@ def main() -> None:
     m.add_argument("--experts", type=int, default=32)
     m.add_argument("--repeats", type=int, default=15)
     m.set_defaults(run=layer)
-    p = commands.add_parser("plot")
-    p.add_argument("path", nargs="?", type=Path, default=ROOT / "bench/results/nvidia_h200/megatron_train.json")
-    p.set_defaults(run=lambda a: plot(a.path))
     args = parser.parse_args()
     importable()
     args.run(args)

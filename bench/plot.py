@@ -7,6 +7,8 @@ moe_decode_share.png     share of the read floor over tokens, ours and vLLM's
 moe_decode_launches.png  time of one layer by launch, ours beside vLLM's
 moe_decode_tax.png       what adapters cost over their rank
 vllm_decode.png          decode step of the real engine, stock kernels and ours, by batch
+rl_loop.png              reward by step, trainer against engine with each exact part undone, seconds by phase
+megatron_train.png       loss of every training mode by step
 vllm_decode_full.png     the same of full-size layers over several GPUs, beside a single rank's prediction
 """
 
@@ -183,6 +185,55 @@ def plot_full(rows: list[dict], folder: Path) -> None:
     finish(figure, folder / "vllm_decode_full.png")
 
 
+def plot_loop(rows: list[dict], folder: Path) -> None:
+    """The newest run of each mode on one GPU."""
+    rows = [r for r in rows if (r["train_pp"], r["train_ep"], r["rollout_tp"], r["wire"]) == (1, 1, 1, "bf16")]
+    newest = {mode: max(r["run"] for r in rows if r["mode"] == mode) for mode in sorted({r["mode"] for r in rows})}
+    rows = [r for r in rows if r["run"] == newest[r["mode"]]]
+    if not rows:
+        return
+    figure, (reward, difference, phases) = plt.subplots(1, 3, figsize=(15, 4.2))
+    bottom = [0.0] * len(newest)
+    for i, mode in enumerate(newest):
+        mine = sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["step"])
+        reward.plot([r["step"] for r in mine], [r["reward"] for r in mine], f"C{i}", label=mode)
+        difference.plot([r["step"] for r in mine], [r["logprob_diff_mean"] for r in mine], f"C{i}", label=mode)
+        compared = [r for r in mine if "variants" in r]
+        for style, what in zip((":", "--", "-."), ("r3_off", "router_bf16", "head_bf16")):
+            values = [r["variants"][what]["logprob_diff_mean"] for r in compared]
+            difference.plot([r["step"] for r in compared], values, f"C{i}{style}", label=f"{mode}, {what}")
+    for name in ("rollout", "score", "update", "sync"):
+        times = [sorted(r["seconds"][name] for r in rows if r["mode"] == mode) for mode in newest]
+        heights = [t[len(t) // 2] for t in times]
+        phases.bar(list(newest), heights, bottom=bottom, label=name)
+        bottom = [b + h for b, h in zip(bottom, heights)]
+    reward.axhline(0.25, color="grey", linewidth=0.5)
+    reward.set(xlabel="step", ylabel="reward", ylim=(0, 1), title="share of tokens of the named class")
+    difference.set(xlabel="step", ylabel="mean |log p difference|", yscale="log", title="trainer against engine")
+    phases.set(ylabel="seconds of a step, median", title="phases")
+    for axes in (reward, difference, phases):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+    figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
+    finish(figure, folder / "rl_loop.png")
+
+
+def plot_curves(rows: list[dict], folder: Path) -> None:
+    rows = [r for r in rows if "losses" in r]
+    if not rows:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for row in rows:
+        axes["lora" in row["mode"]].plot(row["losses"], linewidth=0.8, label=f"{row['mode']}: {row['last_20']:.3f}")
+    for axis, title in zip(axes, ("all weights trained", "LoRA, rank 32")):
+        axis.set(xlabel="step", ylabel="loss", title=title)
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8, title="mean of the last 20")
+    figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
+    finish(figure, folder / "megatron_train.png")
+
+
 def main() -> None:
     folders = [Path(arg) for arg in sys.argv[1:]] or sorted((harness.ROOT / "bench" / "results").glob("*/"))
     for folder in folders:
@@ -193,6 +244,8 @@ def main() -> None:
         plot_engine(harness.read_rows(folder / "vllm_decode.json"), folder)
         plot_full(harness.read_rows(folder / "vllm_decode.json"), folder)
         plot_launches(harness.read_rows(folder / "moe_decode_launches.json"), folder)
+        plot_loop(harness.read_rows(folder / "rl_loop.json"), folder)
+        plot_curves(harness.read_rows(folder / "megatron_train.json"), folder)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     python bench/rl_loop.py train --mode lora                  # or bf16, mxfp8
     python bench/rl_loop.py train --mode bf16 --train-pp 2     # two GPUs: two pipeline stages train
     python bench/rl_loop.py train --mode bf16 --rollout-tp 2   # two GPUs: tensor parallel rollouts
-    python bench/rl_loop.py plot [RESULTS.json]
 
 A small Beam (12 layers, 32 experts, fp32 router, random to begin with) learns a task with a verifiable reward and no
 tokenizer: the prompt names one of four classes of tokens, the reward is the share of generated tokens of that class, a
@@ -151,6 +150,7 @@ def serve(args: argparse.Namespace, wire) -> None:
 
     vllm_decode.importable(Path(args.folder))
     import numpy as np
+    import vllm
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
 
@@ -169,7 +169,7 @@ def serve(args: argparse.Namespace, wire) -> None:
     )  # fmt: skip
     adapter, request = AdapterSync("policy", 1), None
     params = SamplingParams(temperature=1.0, max_tokens=args.new, ignore_eos=True, detokenize=False, logprobs=0)
-    answer: object = llm.collective_rpc("beam_moe_report")[0]
+    answer: object = {**llm.collective_rpc("beam_moe_report")[0], "vllm": vllm.__version__}
     while True:
         wire.send((True, answer))
         what, *given = wire.recv()
@@ -472,13 +472,16 @@ def difference(ours, theirs) -> dict[str, float]:
     }
 
 
-def launch(world: int) -> None:
-    """This command once for each rank, on one machine; the first that fails ends the others."""
+def open_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def launch(world: int) -> None:
+    """This command once for each rank, on one machine; the first that fails ends the others."""
     command = [sys.executable, *sys.argv]
-    shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": open_port()}
     ranks = [subprocess.Popen(command, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
     while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
         time.sleep(0.5)
@@ -498,7 +501,7 @@ def train(args: argparse.Namespace) -> None:
         os.environ.setdefault(name, value)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     sys.path.insert(0, str(ROOT / "bench"))
-    folder = Path(args.folder)
+    folder = Path(args.folder) / args.mode
     if importlib.util.find_spec("beam_moe") is None:
         import vllm_decode
 
@@ -513,7 +516,7 @@ def train(args: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     logging.disable(logging.INFO)  # megatron-core lists every parameter
     started = time.time()
-    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ.setdefault('MASTER_PORT', '29577')}"
+    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT') or open_port()}"
     dist.init_process_group("nccl" if cuda else "gloo", address, rank=rank, world_size=world)
     paths = [write_checkpoints(folder, args.wire)] if rank == 0 else [None]
     host = Engine(args, folder, paths[0][1]) if rank == 0 else None
@@ -545,9 +548,10 @@ def loop(args: argparse.Namespace, host: Engine | None, checkpoint: Path, harnes
     )
     model_parallel_cuda_manual_seed(0)
     trainer = Trainer(args, checkpoint)
+    report: dict = {}
     if host:
-        layers = host.ready()["layers"]
-        served = sorted({str(layer["experts"]) for layer in layers})
+        report = host.ready()
+        served = sorted({str(layer["experts"]) for layer in report["layers"]})
         print(f"rl_loop {args.mode}: ready in {time.time() - started:.0f} s, experts {', '.join(served)}", flush=True)
 
     def whole(found):
@@ -618,7 +622,7 @@ def loop(args: argparse.Namespace, host: Engine | None, checkpoint: Path, harnes
                 "case": f"{args.mode}/{args.tag}{number}", "mode": args.mode, "step": number, "run": run,
                 "reward": float(hit.float().mean()), **difference(ours, batch["logprobs"]), "router_exact": exact,
                 "train_pp": args.train_pp, "train_ep": args.train_ep, "rollout_tp": args.rollout_tp, "wire": args.wire,
-                "lr": args.lr,
+                "lr": args.lr, "vllm_version": report.get("vllm"),
             }  # fmt: skip
             lap("score")
             if number % args.compare_every == 0 or last:
@@ -657,42 +661,6 @@ def loop(args: argparse.Namespace, host: Engine | None, checkpoint: Path, harnes
     if host:
         took = time.time() - started
         print(f"rl_loop {args.mode}: {number} steps in {took:.0f} s, reward {first:.3f} -> {row['reward']:.3f}, {path}")
-
-
-# --- the plot
-
-
-def plot(path: Path) -> None:
-    """Reward over steps by mode, and what each undone part does to the log-probability difference."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in json.loads(path.read_text()) if r["case"] == f"{r['mode']}/{r['step']}"]
-    newest = {mode: max((r["run"] for r in rows if r["mode"] == mode), default=None) for mode in MODES}
-    rows = [r for r in rows if r["run"] == newest[r["mode"]]]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for mode in MODES:
-        mine = sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["step"])
-        if not mine:
-            continue
-        (line,) = left.plot([r["step"] for r in mine], [r["reward"] for r in mine], label=mode)
-        right.plot(
-            [r["step"] for r in mine], [r["logprob_diff_mean"] for r in mine], color=line.get_color(), label=mode
-        )
-        for what, style in zip(VARIANTS, (":", "--", "-.")):
-            with_it = [r for r in mine if "variants" in r]
-            values = [r["variants"][what]["logprob_diff_mean"] for r in with_it]
-            right.plot([r["step"] for r in with_it], values, style, color=line.get_color(), label=f"{mode}, {what}")
-    left.set(xlabel="step", ylabel="reward", ylim=(0, 1), title="share of tokens of the named class")
-    right.set(xlabel="step", ylabel="mean |log p difference|", yscale="log", title="trainer against engine")
-    left.legend()
-    right.legend(fontsize=7)
-    figure.tight_layout()
-    out = path.with_suffix(".png")
-    figure.savefig(out, dpi=150)
-    print(out)
 
 
 def main() -> None:
@@ -735,9 +703,6 @@ def main() -> None:
     e.add_argument("--new", type=int, default=12)
     e.add_argument("--quantization", default=None)
     e.set_defaults(run=engine)
-    p = commands.add_parser("plot")
-    p.add_argument("path", nargs="?", type=Path, default=ROOT / "bench/results/nvidia_h200/rl_loop.json")
-    p.set_defaults(run=lambda a: plot(a.path))
     args = parser.parse_args()
     args.run(args)
 
