@@ -224,7 +224,7 @@ def plot_curves(rows: list[dict], folder: Path) -> None:
         return
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for row in rows:
-        axes["lora" in row["mode"]].plot(row["losses"], linewidth=0.8, label=f"{row['mode']}: {row['last_20']:.3f}")
+        axes[int("lora" in row["mode"])].plot(row["losses"], linewidth=0.8, label=f"{row['mode']}: {row['last_20']:.3f}")
     for axis, title in zip(axes, ("all weights trained", "LoRA, rank 32")):
         axis.set(xlabel="step", ylabel="loss", title=title)
         axis.grid(alpha=0.3)
