@@ -131,14 +131,11 @@ def write_checkpoints(folder: Path, wire: str = "bf16") -> tuple[Path, Path]:
 def engine(args: argparse.Namespace) -> None:
     """Serve ``generate``, ``weights``, ``adapter`` and ``routers`` over a socket until ``stop`` or a first error."""
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors go to the workers from here, not by another process
     os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
-    if args.tp == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with Client(args.socket, "AF_UNIX") as wire:
         try:
             serve(args, wire)
-        except EOFError:  # the trainer is gone
-            return
         except BaseException:
             wire.send((False, traceback.format_exc()))
             raise
@@ -172,7 +169,10 @@ def serve(args: argparse.Namespace, wire) -> None:
     answer: object = {**llm.collective_rpc("beam_moe_report")[0], "vllm": vllm.__version__}
     while True:
         wire.send((True, answer))
-        what, *given = wire.recv()
+        try:
+            what, *given = wire.recv()
+        except EOFError:  # the trainer is gone
+            return
         answer = None
         if what == "stop":
             return
