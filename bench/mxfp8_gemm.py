@@ -3,6 +3,7 @@
     python bench/mxfp8_gemm.py                            # the whole grid; rows go to bench/results/<device>/
     python bench/mxfp8_gemm.py --only decode,8192x8192    # cases whose name holds every part
     python bench/mxfp8_gemm.py --sweep                    # times tiles and writes kernels/configs/<device>/
+    python bench/mxfp8_gemm.py --sweep --quick            # without Beam's dense shapes and the grouped decode sizes
 
 A decode case's floor is the bytes of weights, scales, activations and result over the read bandwidth; its ``share`` is
 floor over time. A training case's floor and peer is bf16 through cuBLAS or PyTorch's grouped GEMM on the same shapes in
@@ -10,13 +11,17 @@ the same process, and its ``share`` is of that; "linear" cases start from bf16 x
 dequantisation inside, "weights" cases from MXFP8 weights and bf16 activations, "cached" ones from a bf16 copy of the
 weights that was made before. ``peak`` is the memory that one call takes above its operands (a cached copy included),
 ``least`` the bytes of its results. Every result is compared with the product of the dequantised operands before it is
-timed. Without a GPU small cases are compared in Triton's interpreter and nothing is written.
+timed. Kernels are compiled in parallel first; rows and table entries are saved as soon as they are measured. Without a
+GPU small cases are compared in Triton's interpreter and nothing is written.
 """
 
 import dataclasses
 import importlib.util
+import multiprocessing
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 
 import harness
@@ -44,6 +49,8 @@ from beam_moe.kernels.mxfp8.grouped import grouped_matmul
 BF16 = torch.bfloat16
 LIMIT = 3e-3  # one rounding to bf16 is 1.7e-3
 EXPERTS = 32
+COMPILE_S = 60.0  # what is not compiled by then compiles when its turn comes
+START = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,23 @@ def offsets_for(rows: int, groups: int) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int32), ends]).to(harness.device(), torch.int32)
 
 
+def say(text: str) -> None:
+    print(f"{time.monotonic() - START:6.1f} s  {text}", flush=True)
+
+
+def complain(name: str, failure: Exception) -> None:
+    print(f"{name}: {type(failure).__name__}: {failure}"[:400].replace("\n", " "), file=sys.stderr, flush=True)
+
+
+def in_worker() -> bool:
+    """Whether this process only compiles: it needs one operand set and no peer."""
+    return multiprocessing.parent_process() is not None
+
+
+def copies_for(bytes_of_one: int, most: int) -> int:
+    return 1 if in_worker() else harness.copies_for(bytes_of_one, most)
+
+
 def marlin(b: MXFP8Tensor) -> Callable | None:
     """vLLM's Marlin on the same weights, or None where it is not installed."""
     if harness.device().type != "cuda" or importlib.util.find_spec("vllm") is None:
@@ -121,24 +145,24 @@ def marlin(b: MXFP8Tensor) -> Callable | None:
 
 def marlin_or_none(b: MXFP8Tensor) -> Callable | None:
     try:
-        return marlin(b)
+        return None if in_worker() else marlin(b)
     except Exception as failure:  # a broken or partial install: the peer is left out, with its reason
-        print(f"vllm Marlin: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+        complain("vllm Marlin", failure)
         return None
 
 
 # --- builders: a Bound from a case and the number of operand sets
 
 
-def decode(case: Case, prepared: bool = True) -> Bound:
+def decode(case: Case, prepared: bool = True, with_marlin: bool = True) -> Bound:
     one = case.n * case.k * 33 // 32 + 2 * case.rows * (case.n + case.k)
     sets = []
-    for _ in range(harness.copies_for(one, 16)):
+    for _ in range(copies_for(one, 16)):
         b = weight(case.n, case.k)
         b = prepare(b) if prepared else b
-        sets.append((randn(case.rows, case.k), b, dequantize(b), marlin_or_none(b)))
+        sets.append((randn(case.rows, case.k), b, dequantize(b), marlin_or_none(b) if with_marlin else None))
     peers = {"cuBLAS bf16": lambda x, b, w, m: torch.mm(x, w.T)}
-    if sets[0][3] is not None:
+    if all(s[3] is not None for s in sets):
         peers["vllm Marlin"] = lambda x, b, w, m: m(x)
     return Bound(
         sets, lambda x, b, w, m: gemm(x, b), lambda x, b, w, m: (product(x, values(b)),), peers, read_bytes=one
@@ -147,7 +171,7 @@ def decode(case: Case, prepared: bool = True) -> Bound:
 
 def train_weights(case: Case, cached: bool = False) -> Bound:
     sets = []
-    for _ in range(harness.copies_for(2 * case.n * case.k, 3)):
+    for _ in range(copies_for(2 * case.n * case.k, 3)):
         b = weight(case.n, case.k)
         sets.append((randn(case.rows, case.k), b, dequantize(b)))
     return Bound(
@@ -167,7 +191,7 @@ def reference_steps(x, w, dy):
 
 def train_linear(case: Case, backward: bool = False, cached: bool = False) -> Bound:
     sets = []
-    for _ in range(harness.copies_for(2 * case.n * case.k, 3)):
+    for _ in range(copies_for(2 * case.n * case.k, 3)):
         x, w, dy = randn(case.rows, case.k), randn(case.n, case.k), randn(case.rows, case.n)
         if backward:
             x.requires_grad_(), w.requires_grad_()
@@ -211,7 +235,7 @@ def grouped(case: Case, cached: bool = False, dgrad: bool = False, prepared: boo
     dense = dequantize(w)
     sets = [
         (randn(case.rows, case.k), w, dense, offsets_for(case.rows, case.groups))
-        for _ in range(harness.copies_for(dense.numel() * 2, 3))
+        for _ in range(copies_for(dense.numel() * 2, 3))
     ]
     return Bound(
         sets,
@@ -349,9 +373,11 @@ def measure(case: Case, rounds: int) -> dict:
         try:
             if "linear" not in case.what:  # there the peer multiplies what was not quantised
                 check(name, want, peer(*bound.sets[0]))
-            providers[name] = rotated(peer, bound.sets)
+            calls = rotated(peer, bound.sets)
+            harness.time_us(calls, rounds=1, target_ms=0.1)  # one that no graph holds shows here
+            providers[name] = calls
         except Exception as failure:  # a peer that does not run here, or is wrong, has no time
-            print(f"{case.key}: {name}: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+            complain(f"{case.key}: {name}", failure)
     del want
     peak, least = peak_bytes(lambda: bound.ours(*bound.sets[0]))
     times = harness.time_many_us(providers, rounds)
@@ -405,10 +431,10 @@ def decode_tiles(bm: int) -> list[GemmConfig]:
 
 
 def middle_tiles(rows: int) -> list[GemmConfig]:
-    forms = [(128, 128, 128, 1, 8, 3), (128, 128, 64, 1, 8, 4), (256, 128, 64, 1, 8, 4), (128, 64, 128, 1, 4, 3)]
-    forms += [(64, 128, 128, 1, 8, 4)]
+    forms = [(128, 128, 64, 1, 4, 4), (128, 128, 64, 1, 8, 4), (256, 64, 64, 1, 4, 3), (128, 64, 128, 1, 4, 3)]
+    forms += [(128, 128, 128, 1, 8, 3), (256, 128, 64, 1, 8, 4), (64, 128, 128, 1, 8, 4)]
     if rows <= 256:
-        forms += [(128, 128, 128, 2, 8, 3), (128, 128, 64, 3, 8, 4), (64, 64, 128, 1, 4, 4)]
+        forms += [(128, 128, 128, 2, 8, 3), (128, 128, 64, 3, 8, 4), (128, 128, 64, 2, 4, 4), (64, 64, 128, 1, 4, 4)]
     return [GemmConfig("fp16", *form) for form in forms]
 
 
@@ -427,7 +453,7 @@ class Target:
     dgrad: bool = False
 
 
-def targets(quick: bool) -> list[Target]:
+def targets(quick: bool, only: str = "") -> list[Target]:
     out = []
     shapes = [SQUARE] if quick else [SQUARE, *BEAM]
     for n, k in shapes:
@@ -436,22 +462,27 @@ def targets(quick: bool) -> list[Target]:
     for rows in (128, 256, 512):
         tiles = (*both_forms(middle_tiles(rows)), GemmConfig("dequantize"))
         out.append(Target(Case("train weights", rows, *SQUARE), tiles))
-    grouped_tiles = [dataclasses.replace(t, split=1) for t in middle_tiles(512)]
-    for dgrad in (False, True):
-        case = Case("train grouped dgrad" if dgrad else "train grouped forward", 8192, 2560, 5120, EXPERTS)
-        out.append(Target(case, (*both_forms(grouped_tiles), GemmConfig("dequantize")), dgrad))
-    for rows, bm in ((128, 16), (512, 16), (2048, 64)):
+    grouped_tiles = (*both_forms(middle_tiles(512)), GemmConfig("dequantize"))
+    for rows in (8192, 24576):  # 256 and 768 rows an expert
+        for dgrad in (False, True):
+            case = Case("train grouped dgrad" if dgrad else "train grouped forward", rows, 2560, 5120, EXPERTS)
+            out.append(Target(case, grouped_tiles, dgrad))
+    for rows, bm in () if quick else ((128, 16), (512, 16), (2048, 64)):
         tiles = {dataclasses.replace(t, split=1) for t in decode_tiles(bm) if t.bn * t.bk <= 128 * 128}
         case = Case("decode grouped", rows, 2560, 5120, EXPERTS)
         out.append(Target(case, tuple(both_forms(sorted(tiles, key=str)))))
-    return out
+    return [t for t in out if chosen(t.case, only)]
+
+
+def chosen(case: Case, only: str) -> bool:
+    return all(part in case.key for part in only.split(",") if part)
 
 
 def operands(target: Target) -> Bound:
     case = target.case
     if case.groups:
         return grouped(case, dgrad=target.dgrad, prepared=True)
-    return decode(case)
+    return decode(case, with_marlin=False)
 
 
 def call_with(target: Target, config: GemmConfig) -> Callable:
@@ -460,40 +491,77 @@ def call_with(target: Target, config: GemmConfig) -> Callable:
     return lambda x, b, w, m: gemm(x, b, config=config)
 
 
-def compile_target(target: Target, part: int, parts: int) -> None:
-    """In a worker: launch a share of the candidates once, for the compiler's cache."""
+def compile_target(target: Target, configs: tuple[GemmConfig, ...]) -> None:
+    """In a worker: launch candidates once, for the compiler's cache."""
     bound = operands(target)
-    for config in target.candidates[part::parts]:
+    for config in configs:
         try:
             call_with(target, config)(*bound.sets[0])
             torch.cuda.synchronize()
-        except Exception as failure:
-            print(f"{target.case.key} {config}: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+        except Exception:  # it fails again, and is told, when it is timed
+            continue
 
 
-def sweep(quick: bool, jobs: int, save: bool) -> None:
-    work = targets(quick)
-    if jobs:
-        with harness.compile_pool(jobs) as pool:
-            for future in [pool.submit(compile_target, t, i, 4) for t in work for i in range(4)]:
-                try:
-                    future.result()
-                except Exception as failure:  # a worker that died: its kernels compile later, one by one
-                    print(f"worker: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
-    dense_entries, grouped_entries = [], []
+def compile_cases(cases: tuple[Case, ...]) -> None:
+    """In a worker: what cases of the grid launch, once."""
+    for case in cases:
+        try:
+            bound = BUILDERS[case.what](case)
+            bound.ours(*bound.sets[0])
+            bound.reference(*bound.sets[0])
+            torch.cuda.synchronize()
+        except Exception:  # it fails again, and is told, when it is timed
+            continue
+        finally:
+            torch.cuda.empty_cache()
+
+
+def compile_ahead(jobs: int, work: list[tuple]) -> None:
+    """Run ``work`` (function and arguments) in processes, for as long as `COMPILE_S`."""
+    if not jobs or not work:
+        return
+    pool = harness.compile_pool(jobs)
+    futures = [pool.submit(*item) for item in work]
+    done = 0
+    try:
+        for future in as_completed(futures, timeout=COMPILE_S):
+            future.result()
+            done += 1
+            if done % 8 == 0:
+                say(f"compiling: {done} of {len(work)} parts")
+    except TimeoutError:
+        pass
+    except Exception as failure:  # a worker that died: its kernels compile later, one by one
+        complain("compiling ahead", failure)
+    if done < len(work):  # what still compiles or launches would disturb the times
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+    pool.shutdown(wait=False, cancel_futures=True)
+    say(f"compiled {done} of {len(work)} parts")
+
+
+def time_candidates(target: Target, bound: Bound) -> dict[GemmConfig, float]:
+    """Microseconds of every candidate whose result is right."""
+    want = bound.reference(*bound.sets[0])
+    times: dict[GemmConfig, float] = {}
+    for config in target.candidates:
+        call = call_with(target, config)
+        try:
+            check("result", want, call(*bound.sets[0]))
+            times[config] = harness.time_us(rotated(call, bound.sets), rounds=7, target_ms=1.0)["us"]
+        except Exception as failure:  # too much shared memory, a shape the compiler refuses, a wrong result
+            complain(f"{target.case.key} {config}", failure)
+    return times
+
+
+def sweep(work: list[Target], jobs: int, save: bool) -> None:
+    compile_ahead(jobs, [(compile_target, t, t.candidates[i::4]) for t in work for i in range(4) if t.candidates[i::4]])
     for target in work:
         case, bound = target.case, operands(target)
-        want = bound.reference(*bound.sets[0])
-        times: dict[GemmConfig, float] = {}
-        for config in target.candidates:
-            call = call_with(target, config)
-            try:
-                check(f"{case.key} {config}", want, call(*bound.sets[0]))
-                times[config] = harness.time_us(rotated(call, bound.sets), rounds=7, target_ms=1.0)["us"]
-            except Exception as failure:  # too much shared memory, a shape the compiler refuses, a wrong result
-                print(f"{case.key} {config}: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+        times = time_candidates(target, bound)
         peer = {name: harness.time_us(rotated(p, bound.sets), 7, 1.0)["us"] for name, p in bound.peers.items()}
         floor = bound.read_bytes / harness.floor_tb_s() / 1e6
+        entries = []
         for prepared in (True, False):
             ranked = sorted((c for c in times if prepared or c.route != "fp16"), key=times.__getitem__)
             if not ranked:
@@ -503,18 +571,17 @@ def sweep(quick: bool, jobs: int, save: bool) -> None:
                 + (f" {100 * floor / times[c]:.0f}%" if floor else "")
                 for c in ranked[:4]
             )
-            print(f"{case.key} {'prepared' if prepared else 'bf16 only'}: {shown} | {peer}", flush=True)
+            say(f"{case.key} {'prepared' if prepared else 'bf16 only'}: {shown} | {peer}")
             shape = {"n": case.n, "k": case.k, "route": "fp16" if prepared else "bf16"}
-            rows, entries = case.rows, dense_entries
+            rows = case.rows
             if case.groups:
                 shape |= {"groups": case.groups, "turned": int(target.dgrad)}
-                rows, entries = -(-case.rows // case.groups), grouped_entries
+                rows = -(-case.rows // case.groups)
             entries.append({"shape": shape, "rows": rows, "config": dataclasses.asdict(ranked[0])})
-        del bound, want
+        if save and entries:
+            tuning.save(harness.device(), "mxfp8_grouped" if case.groups else "mxfp8_gemm", entries)
+        del bound
         torch.cuda.empty_cache()
-    if save:
-        print(tuning.save(harness.device(), "mxfp8_gemm", dense_entries))
-        print(tuning.save(harness.device(), "mxfp8_grouped", grouped_entries))
 
 
 SMALL = [
@@ -544,36 +611,41 @@ def run_interpreter() -> int:
 
 
 def main(
-    only: str = typer.Option("", help="Comma-separated parts; a case runs if its name holds every one."),
+    only: str = typer.Option("", help="Comma-separated parts; a case or sweep runs if its name holds every one."),
     rounds: int = typer.Option(15, help="Graph replays per time."),
     do_sweep: bool = typer.Option(False, "--sweep", help="Time tiles instead of the grid."),
-    quick: bool = typer.Option(False, help="Sweep 8192 x 8192 only among the decode shapes."),
-    jobs: int = typer.Option(-1, help="Processes that compile before a sweep; 0: none, -1: by the machine's cores."),
+    quick: bool = typer.Option(False, help="Sweep 8192 x 8192 only among the dense shapes, and no grouped decode."),
+    jobs: int = typer.Option(-1, help="Processes that compile first; 0: none, -1: by the machine's cores."),
     save: bool = typer.Option(True, help="Write results, or the tuned tables of a sweep."),
 ) -> None:
     if not torch.cuda.is_available():
         raise typer.Exit(run_interpreter())
     print(harness.fingerprint(), harness.ceilings(), flush=True)
     if do_sweep:
-        sweep(quick, jobs, save)
+        work = targets(quick, only)
+        if not work:
+            raise typer.BadParameter("no target of the sweep is left")
+        sweep(work, jobs, save)
         return
-    cases = [c for c in GRID if all(part in c.key for part in only.split(",") if part)]
+    cases = [c for c in GRID if chosen(c, only)]
     if not cases:
         raise typer.BadParameter("no case of the grid is left")
+    compile_ahead(jobs, [(compile_cases, tuple(cases[i::12])) for i in range(min(12, len(cases)))])
     rows, failures = [], 0
     for case in cases:
         try:
-            rows.append(measure(case, rounds))
-        except harness.WrongResult as failure:
-            failures += 1
-            print(failure, file=sys.stderr)
+            row = measure(case, rounds)
+            rows.append(row)
+            say(f"{case.key}: {row['us']} us, {100 * row['share']:.1f} % | {row['peers_us']}")
+            if save:
+                harness.write_rows("mxfp8_gemm", [row])
         except Exception as failure:  # the other cases still have something to say
             failures += 1
-            print(f"{case.key}: {type(failure).__name__}: {failure}"[:500], file=sys.stderr)
+            complain(case.key, failure)
         torch.cuda.empty_cache()
     print_rows(rows)
-    if save and rows:
-        print(harness.write_rows("mxfp8_gemm", rows))
+    if save:
+        print(harness.results_path("mxfp8_gemm"))
     if failures:
         raise typer.Exit(1)
 

@@ -9,13 +9,16 @@ floor over time. Every result is compared bit for bit with the reference before 
 in the same process: torch.compile of the plain torch definition, and torchao's Triton kernels where they run. ``peak``
 is the memory that one call takes above its input, ``least`` the bytes of its outputs.
 
-Without a GPU small cases run in Triton's interpreter against the reference; nothing is written.
+Kernels, ours and torch.compile's, are compiled in parallel first; rows and table entries are saved as soon as they are
+measured. Without a GPU small cases run in Triton's interpreter against the reference; nothing is written.
 """
 
 import dataclasses
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -43,6 +46,16 @@ kernels = import_module("beam_moe.kernels.mxfp8.quantize")  # the package export
 GROUPS = 32  # local experts of a grouped case
 SWIGLU_LIMIT = 3e-3  # error ratio after quantising: the last bit of a sigmoid may move an element by a step
 PEER_LIMIT = 1e-3
+COMPILE_S = 60.0  # what is not compiled by then compiles when its turn comes
+START = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"{time.monotonic() - START:6.1f} s  {text}", flush=True)
+
+
+def complain(name: str, failure: Exception) -> None:
+    print(f"{name}: {type(failure).__name__}: {failure}"[:400].replace("\n", " "), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -287,12 +300,15 @@ def torchao_peers() -> dict[str, Peer]:
         import torchao.utils
     except ImportError:
         return {}
+    except Exception as failure:  # built for another torch
+        complain("torchao", failure)
+        return {}
     real = torchao.utils.is_sm_at_least_100
     torchao.utils.is_sm_at_least_100 = lambda: True
     try:
         from torchao.prototype.mx_formats.kernels import triton_to_mxfp8_dim0, triton_to_mxfp8_dim1
     except Exception as failure:
-        print(f"torchao: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+        complain("torchao", failure)
         return {}
     finally:
         torchao.utils.is_sm_at_least_100 = real
@@ -389,9 +405,11 @@ def measure(case: Case, found: dict[str, dict[str, Peer]], rounds: int) -> dict:
             target = as_tuple(want if other.reference is None else other.reference(*sets[0]))
             for a, b in zip(target, other.values(other.call(*sets[0])), strict=True):
                 harness.gate(name, values(a), values(b), operation.limit or PEER_LIMIT)
-            providers[name] = rotated(other.call, sets)
+            calls = rotated(other.call, sets)
+            harness.time_us(calls, rounds=1, target_ms=0.1)  # one that no graph holds shows here
+            providers[name] = calls
         except Exception as failure:  # a peer that does not run here, or is wrong, has no time
-            print(f"{case.key}: {name}: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+            complain(f"{case.key}: {name}", failure)
     del want
     times = harness.time_many_us(providers, rounds)
     ours, size = times.pop("beam_moe"), case.dtype.itemsize
@@ -468,8 +486,39 @@ def compile_configs(what: str, dtype: torch.dtype, configs: list[QuantizeConfig 
         try:
             operation.call(config, *operands)
             torch.cuda.synchronize()
-        except Exception as failure:
-            print(f"{what} {config}: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+        except Exception:  # it fails again, and is told, when it is timed
+            continue
+
+
+def compile_peer(case: Case) -> None:
+    """In a worker: torch.compile's code of a case's peer, for its cache."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    operation = OPERATIONS[case.what]
+    peer = compiled_peers().get(operation.peer)
+    if peer is not None:
+        peer.call(*operation.make(case.shape, case.dtype, harness.device()))
+        torch.cuda.synchronize()
+
+
+def compile_ahead(jobs: int, work: list[tuple]) -> None:
+    """Run ``work`` (function and arguments) in processes, for as long as `COMPILE_S`."""
+    if not jobs:
+        return
+    pool = harness.compile_pool(jobs)
+    futures = [pool.submit(*item) for item in work]
+    done = 0
+    try:
+        for future in as_completed(futures, timeout=COMPILE_S):
+            done += 1
+            if future.exception() is not None:
+                complain("compiling ahead", future.exception())
+    except TimeoutError:
+        pass
+    if done < len(work):  # what still compiles or launches would disturb the times
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+    pool.shutdown(wait=False, cancel_futures=True)
+    say(f"compiled {done} of {len(work)} parts")
 
 
 def sweep(dtypes: list[torch.dtype], shape: tuple[int, int], jobs: int, save: bool) -> None:
@@ -479,41 +528,39 @@ def sweep(dtypes: list[torch.dtype], shape: tuple[int, int], jobs: int, save: bo
         for what in kernels.CONFIGS
         for dtype in dtypes
     ]
-    if jobs:
-        with harness.compile_pool(jobs) as pool:
-            named = [(tuned_operations()[what][0], dtype, configs) for what, dtype, configs in work]
-            futures = [pool.submit(compile_configs, n, d, c[i::2]) for n, d, c in named for i in range(2)]
-            for future in futures:
-                future.result()
-    entries = []
+    named = [(tuned_operations()[what][0], dtype, configs) for what, dtype, configs in work]
+    compile_ahead(jobs, [(compile_configs, n, d, c[i::2]) for n, d, c in named for i in range(2)])
     for what, dtype, configs in work:
         name, operation = tuned_operations()[what]
         case = Case(name, shape, dtype)
         sets = operand_sets(case, operation, harness.device())
-        want = operation.call(configs[0], *sets[0])  # the reference gates the grid; here all must agree with the first
         times = {}
+        try:
+            want = operation.call(configs[0], *sets[0])
+            check(case, operation, want, operation.reference(*sets[0]))
+        except Exception as failure:
+            complain(f"{what}: no right result to compare with", failure)
+            continue
         for config in configs:
-            try:
+            try:  # all agree with the first to the bit, which agrees with the reference as the operation can
                 check(case, dataclasses.replace(operation, limit=None), operation.call(config, *sets[0]), want)
                 calls = rotated(lambda *a, c=config, o=operation: o.call(c, *a), sets)
                 times[config] = harness.time_us(calls, rounds=7, target_ms=1.5)["us"]
             except Exception as failure:
-                print(f"{what} {config}: {type(failure).__name__}: {failure}"[:300], file=sys.stderr)
+                complain(f"{what} {config}", failure)
         if not times:
             continue
         floor = case.numbers * operation.moved(dtype.itemsize) / harness.ceilings()["copy_tb_s"] / 1e6
         ranked = sorted(times, key=times.__getitem__)
         shown = "  ".join(f"{c.block_m}x{c.block_n}w{c.num_warps} {100 * floor / times[c]:.1f}%" for c in ranked)
-        print(f"{what} {dtype.itemsize}B, floor {floor:.1f} us: {shown}", flush=True)
-        entries.append(
-            {
-                "shape": {"what": what, "bytes": dtype.itemsize},
-                "rows": shape[0],
-                "config": dataclasses.asdict(ranked[0]),
-            }
-        )
-    if save:
-        print(tuning.save(harness.device(), kernels.OP, entries))
+        say(f"{what} {dtype.itemsize}B, floor {floor:.1f} us: {shown}")
+        entry = {
+            "shape": {"what": what, "bytes": dtype.itemsize},
+            "rows": shape[0],
+            "config": dataclasses.asdict(ranked[0]),
+        }
+        if save:
+            tuning.save(harness.device(), kernels.OP, [entry])
 
 
 def run_interpreter() -> int:
@@ -557,21 +604,28 @@ def main(
         raise typer.BadParameter("no case of the grid is left")
     warnings.filterwarnings("ignore", category=UserWarning)  # of torch.compile
     found = peers() if peer else {}
-    if jobs and len(cases) > 4:
-        with harness.compile_pool(jobs) as pool:
-            for future in [pool.submit(compile_configs, *work, [None]) for work in {(c.what, c.dtype) for c in cases}]:
-                future.result()
+    if len(cases) > 4:
+        ahead: list[tuple] = [(compile_peer, case) for case in cases if peer and case in QUICK]
+        compile_ahead(
+            jobs, ahead + [(compile_configs, *w, [None]) for w in dict.fromkeys((c.what, c.dtype) for c in cases)]
+        )
     rows, failures = [copy_row()], 0
+    if save:
+        harness.write_rows("mxfp8_quantize", rows)
     for case in cases:
         try:
-            rows.append(measure(case, found, rounds))
-        except harness.WrongResult as failure:
+            row = measure(case, found, rounds)
+            rows.append(row)
+            say(f"{case.key}: {row['us']} us, {100 * row['share']:.1f} % | {row['peers_us']}")
+            if save:
+                harness.write_rows("mxfp8_quantize", [row])
+        except Exception as failure:  # the other cases still have something to say
             failures += 1
-            print(failure, file=sys.stderr)
+            complain(case.key, failure)
         torch.cuda.empty_cache()
     print_rows(rows)
     if save:
-        print(harness.write_rows("mxfp8_quantize", rows))
+        print(harness.results_path("mxfp8_quantize"))
     if failures:
         raise typer.Exit(1)
 

@@ -34,7 +34,8 @@ from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, _to_float, deq
 from beam_moe.kernels.mxfp8.tile import finished_product, rows_within, tile_place
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-DEQUANTIZE_ROWS = 512  # rows a group on average from which PyTorch's grouped GEMM on a bf16 copy is faster
+DEQUANTIZE_ROWS = 1024  # rows a group on average from which PyTorch's grouped GEMM on a bf16 copy is faster
+KEPT_ROWS = 256  # the same where the caller keeps that copy
 
 
 def choose_grouped(
@@ -48,6 +49,7 @@ def choose_grouped(
     prepared: bool,
     plain: bool,
     turned: bool,
+    kept: bool = False,
 ) -> GemmConfig:
     """The configuration of a grouped call: tuned if this device's table has the shape, else by the rules below.
 
@@ -55,10 +57,11 @@ def choose_grouped(
         rows: of all groups together, bounded by the host; ``rows / groups`` decides the tile.
         plain: no bias and a bf16 result, which the route ``dequantize`` asks for.
         turned: the weights lie with N contiguous, as a dgrad's do.
+        kept: the caller has a bf16 copy of the weights.
     """
     per_group = triton.cdiv(rows, groups)
     library = _grouped_mm is not None and _capability(device)[0] >= 9 and n % 8 == 0 and k % 8 == 0
-    if plain and library and x_dtype == torch.bfloat16 and per_group >= DEQUANTIZE_ROWS:
+    if plain and library and x_dtype == torch.bfloat16 and per_group >= (KEPT_ROWS if kept else DEQUANTIZE_ROWS):
         return GemmConfig("dequantize")
     route = "fp16" if prepared else "bf16"
     shape = {"groups": groups, "n": n, "k": k, "route": route, "turned": int(turned)}
@@ -72,6 +75,13 @@ def choose_grouped(
         bn, bk, warps, stages = 64, 256 if bm <= 32 else 128, 4, 3 if bm <= 32 else 4
     else:
         bn, bk, warps, stages = 128, 128, 8, 3
+        if _capability(device)[0] == 9:
+            # two programs of four warps share an SM, one decodes while the other multiplies; masks along K and the two
+            # terms of fp16 activations need more registers than that leaves. Normalising so many tokens for the fp16
+            # form costs more than it gains
+            route = "bf16" if x_dtype == torch.bfloat16 else route
+            bk, stages = 64, 4
+            warps = 4 if x_dtype == torch.bfloat16 and k % bk == 0 else 8
     if _soft(device):
         bm, bn, bk, stages = min(bm, 32), 64, 128, 1
     return GemmConfig(route, bm, bn, min(bk, max(BLOCK, triton.next_power_of_2(k))), 1, warps, stages)
@@ -445,6 +455,7 @@ def grouped_gemm(
             prepared=b.rows is not None,
             plain=bias is None and target == torch.bfloat16,
             turned=b.data.stride(2) != 1,
+            kept=b_dense is not None,
         )
     _require(
         config.route in ("bf16", "fp16", "dequantize"),

@@ -40,6 +40,26 @@ def rows_within(row, rows, EVEN: tl.constexpr):
 
 
 @triton.jit
+def ask_for_rows(code_ptr, s_ptr, row, begin, K, stride_wn, stride_sn):
+    """Ask for the first 512 codes of each row from ``begin``, and for their scales, in L2: a hint, it reads nothing.
+
+    For rows of at least 512 contiguous codes, 16-byte aligned, with contiguous scales. Nothing outside a row's own
+    16-byte lines is asked for.
+    """
+    near = tl.minimum(begin + tl.arange(0, 2) * 256, (K - 256) // 16 * 16)
+    code = (code_ptr + row[:, None] * stride_wn + near.to(tl.int64)[None, :]).to(tl.int64)
+    scale = (s_ptr + row * stride_sn + tl.minimum(begin, K - 1) // 32).to(tl.int64) // 16 * 16
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;",
+        "=r,l", [code], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 16; mov.u32 $0, 0;",
+        "=r,l", [scale], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def product(
     x,  # descriptor of blocks (BM, BK), or pointer; bf16, fp16, or bf16 as int16 (SOFT)
     w,  # descriptor of blocks (BN, BK), of (BK, BN) if TURNED, or pointer; uint8 codes

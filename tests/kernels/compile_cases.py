@@ -259,7 +259,11 @@ def mxfp8():
             grouped_gemm(empty(rows, 512), weights, groups)
         grouped_wgrad(empty(rows, 384), empty(rows, 512), groups)
     grouped_gemm(empty(256, 512), experts, groups, config=GemmConfig("dequantize"))
-    grouped_gemm(empty(256, 384), q.quantize(empty(3, 384, 512), axis=-2).mT, groups)
+    turned = q.quantize(empty(3, 384, 512), axis=-2).mT
+    grouped_gemm(empty(256, 384), turned, groups)
+    for tile in ((128, 64, 128, 1, 4, 3), (256, 64, 64, 1, 4, 3)):
+        grouped_gemm(empty(256, 512), experts, groups, config=GemmConfig("bf16", *tile))
+        grouped_gemm(empty(256, 384), turned, groups, config=GemmConfig("bf16", *tile))
     grouped_wgrad(q.quantize(empty(256, 384), axis=-2, offsets=groups), q.quantize(x, axis=-2, offsets=groups), groups)
 
 

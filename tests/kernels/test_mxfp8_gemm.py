@@ -32,6 +32,9 @@ GPU_TILES = [
     GemmConfig("bf16", 16, 128, 128, 3, 8, 4),
     GemmConfig("bf16", 128, 128, 128, 1, 8, 3),
     GemmConfig("bf16", 256, 128, 64, 1, 8, 4),
+    GemmConfig("bf16", 128, 128, 64, 1, 4, 4),
+    GemmConfig("bf16", 128, 64, 128, 1, 4, 3),
+    GemmConfig("bf16", 256, 64, 64, 1, 4, 3),
 ]
 
 
@@ -353,6 +356,33 @@ def test_graph_replay_reads_new_weights(route, device):
         prepare(b)
     graph.replay()
     assert_close("replay", reference(a, b), out, LIMIT[F32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("route", ["bf16", "fp16"])
+def test_overlapped_launches_wait_for_each_other(route, device):
+    """Each product takes the one before it as its tokens, and partial sums share memory: an early start would show."""
+    config = GemmConfig(route, 16, 64, 256, 3, 4, 3)
+    layers = [prepare(quantize_reference(torch.randn(2048, 2048, device=device) / 45)) for _ in range(6)]
+    a = torch.randn(16, 2048, device=device, dtype=BF16)
+
+    def chain(pause: bool):
+        outs = [a]
+        for b in layers:
+            outs.append(gemm(outs[-1], b, config=config))
+            if pause:
+                torch.cuda.synchronize()
+        return torch.stack(outs[1:])
+
+    apart = chain(True)
+    assert_close("first", reference(a, layers[0]), apart[0], LIMIT[BF16])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = chain(False)
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(together, apart)
+        together.zero_()
 
 
 @pytest.mark.gpu
