@@ -27,7 +27,7 @@ import typer
 
 from beam_moe.config import MODELS, BeamMoEConfig, Shard
 from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, Workspace, fused_moe, fused_moe_reference, moe_workspace
-from beam_moe.kernels.moe_lora.workspace import CHUNK, Shape, bytes_needed, counters_needed
+from beam_moe.kernels.moe_lora.workspace import CHUNK, Shape, bytes_needed
 from beam_moe.kernels.mxfp8 import MXFP8Tensor, prepare
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -238,13 +238,12 @@ class Layers:
         """One workspace for any configuration: what launches hand on lies where it lay the last time, as in engines."""
         shard = self.shard
         shape = Shape(min(tokens, CHUNK), shard.top_k, shard.num_experts, shard.hidden, shard.intermediate, 64)
-        need, counters = bytes_needed(shape, config), counters_needed(shape, config)
-        room = self._room
-        if room is None or room.buffer.numel() < need or room.arrivals.numel() < counters:
-            buffer = torch.empty(need * 2, dtype=torch.uint8, device=self.device)
-            arrivals = torch.zeros(counters * 4, dtype=torch.int32, device=self.device)
-            room = self._room = Workspace(buffer, arrivals, tokens, shard.top_k, 64)
-        return room
+        need = bytes_needed(shape, config)
+        if self._room is None or self._room.buffer.numel() < need:
+            self._room = Workspace(
+                torch.empty(need * 2, dtype=torch.uint8, device=self.device), tokens, shard.top_k, 64
+            )
+        return self._room
 
     def banks(self, layout: str) -> list[ExpertLoRA | None]:
         if not LAYOUTS[layout].rank:

@@ -25,11 +25,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE
 from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineMoEMethod
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
-from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from beam_moe import env
 from beam_moe.integrations.vllm import metrics
-from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe, moe_arrivals
+from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe
 from beam_moe.kernels.mxfp8 import MXFP8Tensor, prepare
 from beam_moe.kernels.silu_mul import silu_mul
 
@@ -91,7 +90,6 @@ class _FusedExperts:
         self.no_bank: str | None = None
         self.bank: ExpertLoRA | None = None
         self.ranks: torch.Tensor | None = None
-        self._arrivals: dict[int, torch.Tensor] = {}
 
     def _why_not_weights(self) -> str | None:
         """Why the layer's weights are not ours to serve, None when they are."""
@@ -175,19 +173,6 @@ class _FusedExperts:
     def _weights(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Any, Any]:
         return w1, w2
 
-    def arrivals(self, top_k: int, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor | None:
-        """The counters of this layer's calls, one set for each microbatch that may run beside another.
-
-        Made by the first call, which no graph captures (the engine's memory profile); None inside a capture before it.
-        """
-        batch = dbo_current_ubatch_id()
-        if batch not in self._arrivals:
-            if w1.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return None
-            sizes = (w1.shape[0], w2.shape[1], w2.shape[2])
-            self._arrivals[batch] = moe_arrivals(self.limit(), top_k, *sizes, w1.device)
-        return self._arrivals[batch]
-
     def config(self, rows: int, top_k: int, w1: torch.Tensor, w2: torch.Tensor) -> MoEConfig:
         """What `fused_moe` picks for a call of ``rows`` tokens on this layer."""
         return MoEConfig.pick(w1.device, rows, top_k, w1.shape[0], w2.shape[1], w2.shape[2], base=self.base)
@@ -235,7 +220,6 @@ class _FusedExperts:
                 expert_map=expert_map,
                 routed_scaling=self.routed_scaling,
                 out=output,
-                arrivals=self.arrivals(topk_ids.shape[1], w1, w2),
                 config=self._pinned(rows, topk_ids.shape[1], w1, w2) if envs.VLLM_BATCH_INVARIANT else None,
             )
             return None

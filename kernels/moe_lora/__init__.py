@@ -5,7 +5,7 @@ from beam_moe.kernels.moe_lora.config import MoEConfig
 from beam_moe.kernels.moe_lora.fused import fused_moe
 from beam_moe.kernels.moe_lora.grouped_linear import grouped_linear_lora
 from beam_moe.kernels.moe_lora.reference import fused_moe_reference
-from beam_moe.kernels.moe_lora.workspace import Workspace, moe_arrivals, moe_workspace
+from beam_moe.kernels.moe_lora.workspace import Workspace, moe_workspace
 
 __all__ = [
     "ExpertLoRA",
@@ -14,6 +14,5 @@ __all__ = [
     "fused_moe",
     "fused_moe_reference",
     "grouped_linear_lora",
-    "moe_arrivals",
     "moe_workspace",
 ]

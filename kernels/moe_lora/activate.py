@@ -1,4 +1,4 @@
-"""The end of the first launch: adds up gate and up, lets the adapters in, applies SwiGLU, starts A2.
+"""Second launch: adds up gate and up, lets the adapters in, applies SwiGLU, and starts the adapters' second half.
 
     g, u  = sum over splits of gu, plus B13 @ t in the rows of each adapter       fp32
     h     = silu(g) * u                                                            rounded once, to x's dtype
@@ -7,15 +7,23 @@
     gu  (SPLITS, P, 2I)      t  (SPLITS, P|T, NA*R)      b  (L, E, I, R), up's ``up_b_offset`` elements further
     a2  (L, E, R, I)         h  (P, I)                   s  (TILES, P, R)
 
-No launch of its own stands between the two products: a tile of I of one block of rows is activated by the program of
-`gate_up` that made it or, where several made parts of it, by the one that finishes last. Which one that is changes
-nothing: it reads the parts from memory in their order. t keeps fp32's precision through its product with B.
+t keeps fp32's precision through its product with B. What does not depend on the launch before (the block's rows, the
+factors of its first adapter) is loaded while that one drains.
 """
 
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.pipeline import dot, dot_fp32, live_rank, load_ranks
+from beam_moe.kernels.moe_lora.pipeline import (
+    adapter_slot,
+    block_rows,
+    dot,
+    dot_fp32,
+    let_next_start,
+    live_rank,
+    load_ranks,
+    wait_for_previous,
+)
 
 
 @triton.jit
@@ -43,108 +51,126 @@ def _adapt(
     return tl.where(mine[:, None], g + tl.trans(dg), g), tl.where(mine[:, None], u + tl.trans(du), u)
 
 
-@triton.jit
-def _adapter_rows(b_ptr, up_b_offset, slot, e, i, mask_i, r, live, stride_bl, stride_be, stride_bi, RANK: tl.constexpr):
-    """Rows ``i`` of one slot's B of gate and of up: (BLOCK_I, BLOCK_R) each."""
-    rows = b_ptr + slot * stride_bl + e * stride_be + i.to(tl.int64)[:, None] * stride_bi + r[None, :]
-    return load_ranks(rows, mask_i, r, live, RANK), load_ranks(rows + up_b_offset, mask_i, r, live, RANK)
-
-
-@triton.jit
-def first_factors(
-    b_ptr, a2_ptr, first_slot, live, e, tile, up_b_offset,
-    stride_bl, stride_be, stride_bi, stride_al, stride_ae, stride_ar,
-    I: tl.constexpr, RANK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """A tile's factors of a block's first adapter: B of gate and of up (BLOCK_I, BLOCK_R), A2 (BLOCK_R, BLOCK_I)."""
-    i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
-    r = tl.arange(0, BLOCK_R)
-    slot = tl.maximum(first_slot, 0).to(tl.int64)
-    bg, bu = _adapter_rows(b_ptr, up_b_offset, slot, e, i, i < I, r, live, stride_bl, stride_be, stride_bi, RANK)
-    a_ptrs = a2_ptr + slot * stride_al + e * stride_ae + r.to(tl.int64)[:, None] * stride_ar + i[None, :]
-    return bg, bu, tl.load(a_ptrs, mask=(r < live)[:, None] & (i < I)[None, :], other=0.0)
-
-
-@triton.jit
-def added_up(gu_ptr, pair, mask_m, tile, P, I: tl.constexpr, SPLITS: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Gate and up, fp32 (BLOCK_M, BLOCK_I): their planes in memory added in their order."""
-    i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
-    mask = mask_m[:, None] & (i < I)[None, :]
-    gate_ptrs = gu_ptr + pair.to(tl.int64)[:, None] * (2 * I) + i[None, :]
-    g = tl.load(gate_ptrs, mask=mask, other=0.0)
-    u = tl.load(gate_ptrs + I, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        plane = gate_ptrs + tl.cast(split * P, tl.int64) * (2 * I)
-        g += tl.load(plane, mask=mask, other=0.0)
-        u += tl.load(plane + I, mask=mask, other=0.0)
-    return g, u
-
-
-@triton.jit
-def activate(
-    g, u, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, tile, expert, pair, mask_m, T,
-    slot_m, first_slot, live_0, bg_0, bu_0, a_0, t_arrivals_ptr, t_expected,
-    ranks_ptr, enabled_ptr, SLOTS, up_b_offset,
-    stride_bl, stride_be, stride_bi, stride_al, stride_ae, stride_ar,
-    I: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
-    SHARED_A: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
+def _activate_kernel(
+    gu_ptr,  # (SPLITS, P, 2I)
+    t_ptr,  # (SPLITS, P|T, NA * R)
+    b_ptr,  # (L, E, I, R)
+    a2_ptr,  # (L, E, R, I)
+    h_ptr,  # (P, I)
+    s_ptr,  # (TILES, P, R)
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
+    block_experts_ptr,  # (MAX_BLOCKS,)
+    lora_ids_ptr,  # (T,)
+    ranks_ptr,  # (L,)
+    enabled_ptr,  # (L,)
+    T,
+    E_GLOBAL,
+    E,
+    SLOTS,
+    MAX_BLOCKS,
+    up_b_offset,
+    stride_bl,
+    stride_be,
+    stride_bi,
+    stride_al,
+    stride_ae,
+    stride_ar,
+    I: tl.constexpr,
+    RANK: tl.constexpr,
+    NA: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARED_A: tl.constexpr,
+    MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
+    HAS_MAP: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # 0: rows come from the plan
+    BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """One tile of I of one block of rows, from its gate and up, fp32 (BLOCK_M, BLOCK_I).
-
-    t may still be on its way: its programs come first in the grid, and ``t_expected`` of them arrive.
-    """
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(I / BLOCK_I), MAX_BLOCKS)."""
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    expert, pair, mask_m = block_rows(
+        topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
+        BLOCK_M, BLOCK_P, HAS_MAP,
+    )  # fmt: skip
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
     token = pair // TOP_K
     pair = pair.to(tl.int64)
     i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
     mask_i = i < I
-    r_0 = tl.arange(0, BLOCK_R)
-
-    mask = mask_m[:, None] & mask_i[None, :]
     if RANK > 0:
-        while tl.atomic_add(t_arrivals_ptr, 0, sem="acquire", scope="gpu") < t_expected:
-            pass
-        t_row = token.to(tl.int64) if SHARED_A else pair
-        t_plane = (tl.cast(T, tl.int64) if SHARED_A else P) * (NA * RANK)
-        t_rows = t_ptr + t_row[:, None] * (NA * RANK)
-        mine = (slot_m == first_slot) & (live_0 > 0)
-        g, u = _adapt(g, u, bg_0, bu_0, t_rows, t_plane, mine, r_0, live_0, RANK, NA, SPLITS, INTERPRETED)
-        if MORE:
-            for slot in range(SLOTS):
-                live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
-                mine = (slot_m == slot) & (live > 0)
-                if tl.sum(mine.to(tl.int32), 0) > 0:
-                    done = tl.where(slot == first_slot, BLOCK_R, 0)
-                    for first in tl.range(done, live, BLOCK_R, num_stages=1):
-                        r = first + r_0
-                        bg, bu = _adapter_rows(
-                            b_ptr, up_b_offset, tl.cast(slot, tl.int64), e, i, mask_i, r, live,
-                            stride_bl, stride_be, stride_bi, RANK,
-                        )  # fmt: skip
-                        g, u = _adapt(g, u, bg, bu, t_rows, t_plane, mine, r, live, RANK, NA, SPLITS, INTERPRETED)
+        slot_m = adapter_slot(lora_ids_ptr, token, mask_m & (expert >= 0), SLOTS)
+        first_slot = tl.max(slot_m, 0)
+        live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
+        r_0 = tl.arange(0, BLOCK_R)
+        b_rows = b_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + e * stride_be
+        b_ptrs = b_rows + i.to(tl.int64)[:, None] * stride_bi + r_0[None, :]
+        bg_0 = load_ranks(b_ptrs, mask_i, r_0, live_0, RANK)
+        bu_0 = load_ranks(b_ptrs + up_b_offset, mask_i, r_0, live_0, RANK)
+        a_rows = a2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_al + e * stride_ae
+        a_ptrs = a_rows + r_0.to(tl.int64)[:, None] * stride_ar + i[None, :]
+        a_0 = tl.load(a_ptrs, mask=(r_0 < live_0)[:, None] & mask_i[None, :], other=0.0)
 
-    h = (g * tl.sigmoid(g) * u).to(h_ptr.dtype.element_ty)
-    tl.store(h_ptr + pair[:, None] * I + i[None, :], h, mask=mask, eviction_policy="evict_last")
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    if expert >= 0:
+        mask = mask_m[:, None] & mask_i[None, :]
+        gate_ptrs = gu_ptr + pair[:, None] * (2 * I) + i[None, :]
+        g = tl.load(gate_ptrs, mask=mask, other=0.0)
+        u = tl.load(gate_ptrs + I, mask=mask, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            plane = gate_ptrs + split * P * (2 * I)
+            g += tl.load(plane, mask=mask, other=0.0)
+            u += tl.load(plane + I, mask=mask, other=0.0)
 
-    if RANK > 0:
-        out = s_ptr + (tile * P + pair)[:, None] * RANK
-        zero = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
-        mine = (slot_m == first_slot) & (live_0 > 0)
-        s = tl.trans(dot(a_0, tl.trans(h), zero, INTERPRETED))
-        mask = mine[:, None] & (r_0 < live_0)[None, :]
-        tl.store(out + r_0[None, :], s, mask=mask, eviction_policy="evict_last")
-        if MORE:
-            for slot in range(SLOTS):
-                live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
-                mine = (slot_m == slot) & (live > 0)
-                if tl.sum(mine.to(tl.int32), 0) > 0:
-                    a_slot = a2_ptr + tl.cast(slot, tl.int64) * stride_al + e * stride_ae + i[None, :]
-                    done = tl.where(slot == first_slot, BLOCK_R, 0)
-                    for first in tl.range(done, live, BLOCK_R, num_stages=1):
-                        r = first + r_0
-                        a_ptrs = a_slot + r.to(tl.int64)[:, None] * stride_ar
-                        a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_i[None, :], other=0.0)
-                        s = tl.trans(dot(a, tl.trans(h), zero, INTERPRETED))
-                        tl.store(out + r[None, :], s, mask=mine[:, None] & (r < live)[None, :])
+        if RANK > 0:
+            t_row = token.to(tl.int64) if SHARED_A else pair
+            t_plane = (tl.cast(T, tl.int64) if SHARED_A else P) * (NA * RANK)
+            t_rows = t_ptr + t_row[:, None] * (NA * RANK)
+            mine = (slot_m == first_slot) & (live_0 > 0)
+            g, u = _adapt(g, u, bg_0, bu_0, t_rows, t_plane, mine, r_0, live_0, RANK, NA, SPLITS, INTERPRETED)
+            if MORE:
+                for slot in range(SLOTS):
+                    live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+                    mine = (slot_m == slot) & (live > 0)
+                    if tl.sum(mine.to(tl.int32), 0) > 0:
+                        b_slot = b_ptr + tl.cast(slot, tl.int64) * stride_bl + e * stride_be
+                        b_slot = b_slot + i.to(tl.int64)[:, None] * stride_bi
+                        done = tl.where(slot == first_slot, BLOCK_R, 0)
+                        for first in tl.range(done, live, BLOCK_R, num_stages=1):
+                            r = first + r_0
+                            bg = load_ranks(b_slot + r[None, :], mask_i, r, live, RANK)
+                            bu = load_ranks(b_slot + up_b_offset + r[None, :], mask_i, r, live, RANK)
+                            g, u = _adapt(g, u, bg, bu, t_rows, t_plane, mine, r, live, RANK, NA, SPLITS, INTERPRETED)
+
+        h = (g * tl.sigmoid(g) * u).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + pair[:, None] * I + i[None, :], h, mask=mask, eviction_policy="evict_last")
+
+        if RANK > 0:
+            out = s_ptr + (tile * P + pair)[:, None] * RANK
+            zero = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+            mine = (slot_m == first_slot) & (live_0 > 0)
+            s = tl.trans(dot(a_0, tl.trans(h), zero, INTERPRETED))
+            mask = mine[:, None] & (r_0 < live_0)[None, :]
+            tl.store(out + r_0[None, :], s, mask=mask, eviction_policy="evict_last")
+            if MORE:
+                for slot in range(SLOTS):
+                    live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+                    mine = (slot_m == slot) & (live > 0)
+                    if tl.sum(mine.to(tl.int32), 0) > 0:
+                        a_slot = a2_ptr + tl.cast(slot, tl.int64) * stride_al + e * stride_ae + i[None, :]
+                        done = tl.where(slot == first_slot, BLOCK_R, 0)
+                        for first in tl.range(done, live, BLOCK_R, num_stages=1):
+                            r = first + r_0
+                            a_ptrs = a_slot + r.to(tl.int64)[:, None] * stride_ar
+                            a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_i[None, :], other=0.0)
+                            s = tl.trans(dot(a, tl.trans(h), zero, INTERPRETED))
+                            tl.store(out + r[None, :], s, mask=mine[:, None] & (r < live)[None, :])

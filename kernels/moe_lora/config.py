@@ -33,12 +33,13 @@ class MoEConfig:
     up_warps: int = 4
     up_stages: int = 4
     splits: int = 4  # shares of the hidden axis in the first product
+    act_block_i: int = 64
+    act_warps: int = 4
     down_block_n: int = 128
     down_block_k: int = 64
     down_warps: int = 4
     down_stages: int = 5
     down_tiles: int = 1  # row tiles of W2 that one program takes one after another
-    down_ahead: bool = False  # a program asks for its rows of W2 before the launch before is through
     down_whole: bool = False  # a tile of W2 spans all of I in one step, and h stays in shared memory
     combine_block_h: int = 256
     combine_block_t: int = 1
@@ -81,6 +82,7 @@ class MoEConfig:
             up_warps=8 if block_m == 128 else 4,
             up_stages=3,
             splits=1 if big else splits,
+            act_block_i=min(max(16, min(64, 2048 // block_m)), max(16, triton.next_power_of_2(inter))),
             down_block_n=min(128 if big else 64, max(16, triton.next_power_of_2(hidden))),
             down_block_k=min(64, max(16, triton.next_power_of_2(inter))),
             down_warps=8 if block_m == 128 else 4,
@@ -116,14 +118,6 @@ class MoEConfig:
             down_whole=inter <= 1024,
         )
 
-    def joined(self, base: str) -> bool:
-        """Whether one program makes a tile's gate and its up."""
-        return base == "dense" and self.splits == 1 and self.block_m <= 32 and self.up_block_n >= 32
-
-    def act_block_i(self, base: str) -> int:
-        """Columns of gate and of up that are activated at once: all a program made, fewer where it has many rows."""
-        return self.up_block_n // 2 if self.joined(base) else min(self.up_block_n, max(16, 4096 // self.block_m))
-
     def candidates(self, base: str = "dense") -> Iterator[MoEConfig]:
         """Neighbours of this one, a group of fields at a time: what `bench/tune.py` tries."""
         for fields, choices in GROUPS[base]:
@@ -147,16 +141,13 @@ _DENSE: _Groups = (
             (64, 64, 4, 6),
             (64, 128, 4, 3),
             (64, 128, 4, 4),
-            (64, 128, 4, 5),
             (64, 256, 4, 3),
-            (64, 256, 8, 3),
-            (32, 256, 4, 4),
             (128, 64, 4, 4),
             (128, 64, 8, 4),
             (128, 128, 8, 3),
-            (128, 256, 8, 3),
         ),
     ),
+    (("act_block_i", "act_warps"), ((16, 4), (32, 4), (64, 4), (64, 8), (128, 8))),
     (
         ("down_whole", "down_block_n", "down_warps", "down_stages", "down_tiles"),
         (
@@ -165,13 +156,11 @@ _DENSE: _Groups = (
             (False, 64, 4, 5, 1),
             (False, 128, 4, 3, 1),
             (False, 128, 8, 3, 2),
-            (True, 32, 4, 2, 8),
             (True, 64, 4, 2, 4),
             (True, 64, 4, 2, 8),
             (True, 64, 4, 3, 8),
         ),
     ),
-    (("down_ahead",), ((False,), (True,))),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),
     (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
     (("block_m",), ((16,), (32,), (64,), (128,))),
@@ -179,6 +168,7 @@ _DENSE: _Groups = (
 _MXFP8: _Groups = (
     (("splits",), ((1,), (2,), (4,), (5,))),
     (("up_block_k", "up_stages"), ((256, 2), (256, 3), (256, 4), (128, 4), (128, 6))),
+    (("act_block_i", "act_warps"), ((32, 4), (64, 4), (64, 8))),
     (
         ("down_block_n", "down_block_k", "down_stages", "down_tiles"),
         (

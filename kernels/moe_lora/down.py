@@ -25,14 +25,14 @@ from beam_moe.kernels.moe_lora.mxfp8 import (
 )
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
-    block_rows,
     dot,
     dot_fp32,
     let_next_start,
     live_rank,
     load_ranks,
     local_expert,
-    prefetch,
+    planned_rows,
+    single_row,
     wait_for_previous,
 )
 from beam_moe.kernels.mxfp8.decode_block import row_top, settled
@@ -177,7 +177,6 @@ def _down_kernel(
     b2_ptr,  # (L, E, H, R)
     y_ptr,  # (P, H)
     v_ptr,  # (T, R), where B2 is shared
-    arrivals_ptr,  # of `gate_up`
     topk_weights_ptr,  # (P,)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
@@ -199,16 +198,14 @@ def _down_kernel(
     H: tl.constexpr,
     I: tl.constexpr,
     RANK: tl.constexpr,  # 0: no adapters
-    SHARED_A: tl.constexpr,
     SHARED_B: tl.constexpr,
     TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
     HAS_MAP: tl.constexpr,
     WHOLE: tl.constexpr,  # a step takes the whole of I, and h stays in shared memory
-    AHEAD: tl.constexpr,  # bytes of a row of W2 to ask for before the launch before is through
+    DIRECT: tl.constexpr,
     TILES_PER_PROGRAM: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # 0: rows come from the plan
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -249,10 +246,10 @@ def _down_kernel(
                 )  # fmt: skip
             return
         block -= token_blocks
-    expert, pair, mask_m = block_rows(
-        topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
-        BLOCK_M, BLOCK_P, HAS_MAP,
-    )  # fmt: skip
+    if DIRECT:
+        expert, pair, mask_m = single_row(topk_ids_ptr, expert_map_ptr, block, T * TOP_K, E_GLOBAL, E, BLOCK_M, HAS_MAP)
+    else:
+        expert, pair, mask_m = planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M)
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
@@ -265,15 +262,8 @@ def _down_kernel(
         first_slot = tl.max(slot_m, 0)
         live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
 
-    if AHEAD > 0:  # the program's rows of W2, which lie one after another, on their way to L2 meanwhile
-        if expert >= 0:
-            rows = tl.minimum(H - first_tile * BLOCK_N, TILES_PER_PROGRAM * BLOCK_N)
-            prefetch(w2_ptr + e * stride_we + first_tile.to(tl.int64) * BLOCK_N * stride_wn, rows * AHEAD)
     wait_for_previous(PDL)
     let_next_start(PDL)
-    if RANK > 0:
-        if first_tile == 0:  # every program that waited for t is through
-            tl.store(arrivals_ptr + (0 if SHARED_A else block), 0)
     if expert >= 0:
         if ADAPTED:
             mine = (slot_m == first_slot) & (live_0 > 0)

@@ -1,11 +1,12 @@
-"""`fused_moe`: the routed experts of one MoE layer with a LoRA adapter on every expert, in four launches.
+"""`fused_moe`: the routed experts of one MoE layer with a LoRA adapter on every expert, in five launches.
 
     out[t] = scale * sum_k w[t, k] * (W2[e] @ h + B2[l, e] @ (A2[l, e] @ h))
     h      = silu(g) * u, (g | u) = W13[e] @ x[t] + B13[l, e] @ (A13[l, e] @ x[t]),  e = topk_ids[t, k], l = lora_ids[t]
 
     launch    reads                         writes                  file
     plan      topk_ids [, x]                blocks of rows          plan.py      (none for few tokens)
-    gate_up   W13, A13, x, B13, A2          h, s                    gate_up.py, its last part activate.py
+    gate_up   W13, A13, x                   g | u, t                gate_up.py
+    activate  g | u, t, B13, A2             h, s                    activate.py
     down      W2, B2, h, s                  y [, v]                 down.py
     combine   y, topk_weights [, B2, v]     out                     combine.py
 
@@ -25,6 +26,7 @@ import torch
 import triton
 
 from beam_moe import env
+from beam_moe.kernels.moe_lora.activate import _activate_kernel
 from beam_moe.kernels.moe_lora.bank import ExpertLoRA
 from beam_moe.kernels.moe_lora.combine import _combine_kernel
 from beam_moe.kernels.moe_lora.config import MoEConfig
@@ -32,13 +34,13 @@ from beam_moe.kernels.moe_lora.down import _down_kernel
 from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
 from beam_moe.kernels.moe_lora.mxfp8 import operand
 from beam_moe.kernels.moe_lora.plan import build_plan
-from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve, counters_needed
+from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
 from beam_moe.kernels.mxfp8.gemm import scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
-MAX_BLOCK_R = 32  # ranks of one step: with 64 a rank-64 bank faulted on an H200 (Triton 3.6.0), for a reason not found
+MAX_BLOCK_R = 32  # ranks of one step: with 64 a rank-64 bank is wrong or faults on an H200 (Triton 3.6.0), cause unknown
 
 
 def _require(ok: bool, argument: str, wanted: str, got: object) -> None:
@@ -165,7 +167,6 @@ def _run(
     scale: float,
     out: torch.Tensor,
     buffers: Buffers,
-    arrivals: torch.Tensor,
     cfg: MoEConfig,
 ) -> None:
     """The launches of one pass."""
@@ -180,8 +181,6 @@ def _run(
     emap = topk_ids if expert_map is None else expert_map
     e_global = 0 if expert_map is None else expert_map.numel()
     has_map = expert_map is not None
-    base = "mxfp8" if isinstance(w13, MXFP8Tensor) else "dense"
-    block_i = cfg.act_block_i(base)
     common: dict[str, Any] = dict(TOP_K=top_k, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
     up_w, down_w, images = w13, w2, {}
@@ -220,7 +219,7 @@ def _run(
     else:
         rank, na, slots = lora.rank, 1 if lora.one_a else 2, lora.slots
         shared_a, shared_b = lora.shared_a, lora.shared_b
-        tiles, block_r = triton.cdiv(inter, block_i), min(MAX_BLOCK_R, max(16, triton.next_power_of_2(rank)))
+        tiles, block_r = triton.cdiv(inter, cfg.act_block_i), min(MAX_BLOCK_R, max(16, triton.next_power_of_2(rank)))
         more = slots > 1 or rank > block_r
         (gate_a, up_a), (gate_b, up_b) = lora.gate_up_a, lora.gate_up_b
         w2_a, w2_b = lora.w2_a, lora.w2_b
@@ -229,34 +228,35 @@ def _run(
         a_strides, b_strides, a2_strides, b2_strides = gate_a.stride(), gate_b.stride(), w2_a.stride(), w2_b.stride()
         up_a_offset, up_b_offset = _offset(gate_a, up_a), _offset(gate_b, up_b)
 
-    joined = cfg.joined(base)
-    w_units = triton.cdiv(inter, block_i) if joined else 2 * triton.cdiv(inter, cfg.up_block_n) * cfg.splits
-    a_units = triton.cdiv(na * rank, cfg.up_block_n) * cfg.splits
+    w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
     if shared_a:
-        programs = blocks * w_units + triton.cdiv(tokens, cfg.block_m) * a_units
+        grid = (max(w_tiles, a_tiles) * cfg.splits, blocks + triton.cdiv(tokens, cfg.block_m))
     else:
-        programs = blocks * (w_units + a_units)
-    _gate_up_kernel[(programs,)](
-        x, up_w, gate_a, gate_b, w2_a, buffers.gu, t, buffers.h, s, arrivals, topk_ids, emap, order, table,
-        ids, ranks, enabled,
-        tokens, e_global, experts, slots, blocks, up_a_offset, up_b_offset,
-        x.stride(0), *up_strides, *a_strides[:3], *b_strides[:3], *a2_strides[:3],
-        H=hidden, I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, JOINED=joined, SHARED_A=shared_a, MORE=more,
-        BLOCK_P=block_p, BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k, BLOCK_R=block_r,
-        BLOCK_I=block_i, num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common, **up_base,
+        grid = ((w_tiles + a_tiles) * cfg.splits, blocks)
+    _gate_up_kernel[grid](
+        x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
+        tokens, e_global, experts, slots, blocks, up_a_offset,
+        x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
+        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
+        BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
+        num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common, **up_base,
+    )  # fmt: skip
+    _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
+        buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
+        tokens, e_global, experts, slots, blocks, up_b_offset,
+        b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
+        I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, BLOCK_P=block_p,
+        BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
+        HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
     )  # fmt: skip
     token_blocks = triton.cdiv(tokens, 16) if shared_b else 0
-    row_bytes = inter * x.element_size()
-    together = isinstance(down_w, torch.Tensor) and not isinstance(w2, MXFP8Tensor) and down_strides[1] == inter
-    ahead = row_bytes if cfg.down_ahead and pdl and together and row_bytes % 16 == 0 and w2.data_ptr() % 16 == 0 else 0
     _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
-        buffers.h, down_w, s, w2_b, buffers.y, t, arrivals, topk_weights, topk_ids, emap, order, table,
-        ids, ranks, enabled,
+        buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
         tokens, e_global, experts, slots, blocks,
         *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
-        H=hidden, I=inter, RANK=rank, SHARED_A=shared_a, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
-        WHOLE=cfg.down_whole, AHEAD=ahead, TILES_PER_PROGRAM=cfg.down_tiles,
-        BLOCK_P=block_p, BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
+        H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
+        WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
+        BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
         num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common, **down_base,
     )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
@@ -283,7 +283,6 @@ def fused_moe(
     routed_scaling: float = 1.0,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
-    arrivals: torch.Tensor | None = None,
     config: MoEConfig | None = None,
 ) -> torch.Tensor:
     """The routed experts of one MoE layer, SwiGLU with SiLU on the gate and no bias, with LoRA adapters.
@@ -304,9 +303,6 @@ def fused_moe(
         out: (T, H) as x, written in full (zeros where no id is valid); made if absent. Its rows must not overlap.
         workspace: see `moe_workspace`; with ``out`` and it nothing is allocated. Without, the intermediates are
             `torch.empty` of this call, as they always are under ``torch.compile`` (`torch_ops.py`).
-        arrivals: for calls without a workspace, which otherwise start with a launch that zeroes counters: contiguous
-            int32 zeros that the caller keeps (`moe_arrivals` makes them), zero again after each call. Calls that may
-            run at the same time need one each, as they do of a workspace.
         config: launch parameters; by default `MoEConfig.pick`, which looks at the shape alone, as it does always under
             ``torch.compile``.
 
@@ -325,25 +321,21 @@ def fused_moe(
     """
     if not torch.compiler.is_compiling():
         return _fused_moe(
-            x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config,
-            arrivals,
-        )  # fmt: skip
+            x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config
+        )
     from beam_moe.kernels.moe_lora import torch_ops
 
     return torch_ops.call(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out)
 
 
 def _fused_moe(
-    x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config,
-    arrivals=None,
-) -> torch.Tensor:  # fmt: skip
+    x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, workspace, config
+) -> torch.Tensor:
     _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, routed_scaling, out, config)
     if workspace is not None:
         _require(isinstance(workspace, Workspace), "workspace", "a Workspace", type(workspace).__name__)
         where = workspace.buffer.device
         _require(where == x.device, "workspace", f"on x's device {x.device}", where)
-    if arrivals is not None:
-        _tensor("arrivals", arrivals, 1, (torch.int32,), x.device)
     if env.flag("CHECK"):
         _check_values(topk_weights, w2.shape[0], lora, expert_map)
     if out is None:
@@ -361,17 +353,13 @@ def _fused_moe(
         if workspace is None:
             memory = torch.empty(bytes_needed(shape, cfg), dtype=torch.uint8, device=x.device)
             buffers = carve(memory, shape, cfg, x.dtype)
-            need = counters_needed(shape, cfg)
-            if arrivals is None:
-                arrivals = torch.zeros(need, dtype=torch.int32, device=x.device)
-            _require(arrivals.numel() >= need, "arrivals", f"at least {need} counters for {shape}", arrivals.numel())
         else:
-            buffers, arrivals = workspace.buffers(shape, cfg, x.dtype), workspace.arrivals
+            buffers = workspace.buffers(shape, cfg, x.dtype)
         whole = count == tokens
         args = (x, topk_weights, topk_ids, lora_ids, out)
         xs, ws, ids, slots, o = args if whole else (a if a is None else a[rows] for a in args)
         with _on_device(x.device):
-            _run(xs, w13, w2, ws, ids, lora, slots, expert_map, scale, o, buffers, arrivals, cfg)
+            _run(xs, w13, w2, ws, ids, lora, slots, expert_map, scale, o, buffers, cfg)
     return out
 
 

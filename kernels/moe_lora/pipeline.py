@@ -27,26 +27,6 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(ptr, size):
-    """Ask for ``size`` bytes (a multiple of 16) from ``ptr`` (16-byte aligned) in L2; a hint, it reads nothing."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [ptr.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
     """``acc + a @ b`` in fp32; Triton's interpreter would multiply the bits of bf16 as integers."""
     if INTERPRETED:

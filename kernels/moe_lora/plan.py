@@ -7,7 +7,8 @@
 
 Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So
 the plan takes one launch without any exchange between programs, and is the same in every run. For few pairs there is
-no plan: there is a block for each pair, and each program finds its block's rows by itself (`pipeline.block_rows`).
+no plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both
+tables for `down`, with a block for each pair.
 
 MXFP8 weights are multiplied with fp16 activations: where x is bf16, the same launch normalises its rows.
 """

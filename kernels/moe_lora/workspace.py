@@ -43,10 +43,10 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
     """Elements and dtype (None: x's) of each buffer, in the order of `Buffers`."""
     pairs = shape.tokens * shape.top_k
     blocks = config.blocks(pairs, shape.experts)
-    tiles = triton.cdiv(shape.inter, min(config.act_block_i(base) for base in OPS))
+    tiles = triton.cdiv(shape.inter, config.act_block_i)
     return [
-        (blocks * config.block_m if config.rows == "plan" else 0, torch.int32),
-        (blocks if config.rows == "plan" else 0, torch.int32),
+        (0 if config.rows == "direct" else blocks * config.block_m, torch.int32),
+        (0 if config.rows == "direct" else blocks, torch.int32),
         (config.splits * pairs * 2 * shape.inter, torch.float32),
         (config.splits * pairs * 2 * shape.rank, torch.float32),
         (pairs * shape.inter, None),
@@ -66,12 +66,6 @@ def bytes_needed(shape: Shape, config: MoEConfig) -> int:
     return sum(_aligned(n, dtype or torch.float16) for n, dtype in _parts(shape, config))
 
 
-def counters_needed(shape: Shape, config: MoEConfig) -> int:
-    """Counters by which the programs of `gate_up` find each other."""
-    blocks = config.blocks(shape.tokens * shape.top_k, shape.experts)
-    return blocks * (1 + triton.cdiv(shape.inter, config.up_block_n))  # a joined tile needs none of its own
-
-
 def carve(buffer: torch.Tensor, shape: Shape, config: MoEConfig, dtype: torch.dtype) -> Buffers:
     """Cut ``buffer`` (uint8, at least `bytes_needed`) into the intermediates of one pass."""
     views, first = [], 0
@@ -89,14 +83,11 @@ class Workspace:
 
     Attributes:
         buffer: the memory, uint8.
-        arrivals: int32 counters (`gate_up`), zeros between calls.
         max_tokens, top_k, max_rank: what it was sized for.
     """
 
-    def __init__(
-        self, buffer: torch.Tensor, arrivals: torch.Tensor, max_tokens: int, top_k: int, max_rank: int
-    ) -> None:
-        self.buffer, self.arrivals = buffer, arrivals
+    def __init__(self, buffer: torch.Tensor, max_tokens: int, top_k: int, max_rank: int) -> None:
+        self.buffer = buffer
         self.max_tokens, self.top_k, self.max_rank = max_tokens, top_k, max_rank
         self._cuts: dict[Any, Buffers] = {}
 
@@ -106,12 +97,10 @@ class Workspace:
         cut = self._cuts.get(key)
         if cut is None:
             need = bytes_needed(shape, config)
-            counters = counters_needed(shape, config)
-            if need > self.buffer.numel() or counters > self.arrivals.numel():
+            if need > self.buffer.numel():
                 raise ValueError(
-                    f"fused_moe: workspace is too small: {shape} needs {need} bytes and {counters} counters, it has "
-                    f"{self.buffer.numel()} and {self.arrivals.numel()} (made for max_tokens={self.max_tokens}, "
-                    f"top_k={self.top_k}, max_rank={self.max_rank})"
+                    f"fused_moe: workspace is too small: {shape} needs {need} bytes, it has {self.buffer.numel()} "
+                    f"(made for max_tokens={self.max_tokens}, top_k={self.top_k}, max_rank={self.max_rank})"
                 )
             cut = self._cuts[key] = carve(self.buffer, shape, config, dtype)
         return cut
@@ -120,17 +109,16 @@ class Workspace:
 @functools.lru_cache(maxsize=256)
 def _largest(
     max_tokens: int, top_k: int, experts: int, hidden: int, inter: int, rank: int, device: torch.device
-) -> tuple[int, int]:
-    """(bytes, counters) that no batch of up to ``max_tokens`` tokens exceeds."""
-    size = counters = 0
-    for base in OPS:
-        # parameters change with t, so the largest batch is not the one that needs most
-        for t in range(1, min(max_tokens, CHUNK) + 1):
-            shape = Shape(t, top_k, experts, hidden, inter, rank)
-            config = MoEConfig.pick(device, t, top_k, experts, hidden, inter, base=base)
-            size = max(size, bytes_needed(shape, config))
-            counters = max(counters, counters_needed(shape, config))
-    return size, counters
+) -> int:
+    top = min(max_tokens, CHUNK)
+    return max(
+        bytes_needed(
+            Shape(t, top_k, experts, hidden, inter, rank),
+            MoEConfig.pick(device, t, top_k, experts, hidden, inter, base=base),
+        )
+        for base in OPS
+        for t in range(1, top + 1)  # parameters change with t, so the largest batch is not the one that needs most
+    )
 
 
 def moe_workspace(max_tokens: int, top_k: int, shard: Any, max_rank: int, device: torch.device | str) -> Workspace:
@@ -160,21 +148,6 @@ def moe_workspace(max_tokens: int, top_k: int, shard: Any, max_rank: int, device
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    size, counters = _largest(max_tokens, top_k, experts, hidden, inter, max_rank, device)
+    size = _largest(max_tokens, top_k, experts, hidden, inter, max_rank, device)
     buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    arrivals = torch.zeros(counters, dtype=torch.int32, device=device)
-    return Workspace(buffer, arrivals, max_tokens, top_k, max_rank)
-
-
-def moe_arrivals(
-    max_tokens: int, top_k: int, experts: int, hidden: int, inter: int, device: torch.device | str
-) -> torch.Tensor:
-    """int32 zeros on ``device``: `fused_moe`'s ``arrivals`` for every call of up to ``max_tokens`` tokens.
-
-    Args: as the `Workspace` of that size; some kilobytes, so that an engine may keep them for each layer.
-    """
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    counters = _largest(max_tokens, top_k, experts, hidden, inter, 0, device)[1]
-    return torch.zeros(counters, dtype=torch.int32, device=device)
+    return Workspace(buffer, max_tokens, top_k, max_rank)

@@ -23,7 +23,7 @@ from beam_moe.kernels.moe_lora import (
     torch_ops,
 )
 from beam_moe.kernels.moe_lora import workspace as workspace_module
-from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed, counters_needed
+from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
 from beam_moe.kernels.mxfp8 import quantize_reference
 from beam_moe.testing import assert_close, error_ratio
 
@@ -34,12 +34,11 @@ DTYPES = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
 LIMIT = {torch.float16: 2e-4, torch.bfloat16: 8e-4 if CUDA else 1e-2}
 # H 48 and I 24 divide no tile of these, so each load is masked; `TILED` cuts the same shape into many tiles.
 SMALL = MoEConfig(
-    rows="plan", block_m=16, up_block_n=64, up_block_k=32, up_stages=2, splits=2,
+    rows="plan", block_m=16, up_block_n=64, up_block_k=32, up_stages=2, splits=2, act_block_i=32,
     down_block_n=64, down_block_k=32, down_stages=2, combine_block_h=64, combine_block_t=4,
 )  # fmt: skip
-JOINED = dataclasses.replace(SMALL, splits=1)  # a program makes gate and up, and activates them from registers
 TILED = dataclasses.replace(
-    SMALL, up_block_n=32, up_block_k=16, down_block_n=16, down_block_k=16, down_tiles=2,
+    SMALL, up_block_n=32, up_block_k=16, act_block_i=16, down_block_n=16, down_block_k=16, down_tiles=2,
     combine_block_h=16, combine_block_t=2,
 )  # fmt: skip
 
@@ -88,11 +87,9 @@ def reference(args):
 
 
 def check(args, config=SMALL, limit=None):
-    """Run the layer and compare with the reference; returns the layer's output. SMALL stands for JOINED too."""
-    ref = reference(args)
-    for each in (JOINED, SMALL) if config is SMALL else (config,):
-        got = fused_moe(**args, config=each)
-        assert_close("fused_moe", ref, got, limit or LIMIT[args["x"].dtype])
+    """Run the layer and compare with the reference; returns the layer's output."""
+    got = fused_moe(**args, config=config)
+    assert_close("fused_moe", reference(args), got, limit or LIMIT[args["x"].dtype])
     return got
 
 
@@ -172,8 +169,7 @@ def test_batches_beyond_a_pass(device, monkeypatch, with_workspace):
     if with_workspace:
         shape = Shape(4, 2, 4, 48, 24, 8)
         memory = torch.empty(bytes_needed(shape, SMALL), dtype=torch.uint8, device=device)
-        arrivals = torch.zeros(counters_needed(shape, SMALL), dtype=torch.int32, device=device)
-        args["workspace"] = Workspace(memory, arrivals, 4, 2, 8)
+        args["workspace"] = Workspace(memory, 4, 2, 8)
     check(args)
 
 
@@ -458,26 +454,6 @@ def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
     monkeypatch.undo()
     assert after == before and got is args["out"]
     assert_close("fused_moe", ref, got, LIMIT[torch.float16])
-
-
-@pytest.mark.parametrize("config", [SMALL, TILED, JOINED, dataclasses.replace(TILED, rows="search")])
-@pytest.mark.parametrize("shared", [False, True])
-def test_counters_are_zero_between_calls(device, config, shared):
-    """Calls of any routing, size and bank hand the counters on as they found them."""
-    arrivals = torch.zeros(200, dtype=torch.int32, device=device)
-    for tokens in (9, 1, 5):
-        args = layer(device, tokens, rank=8, shared=shared)
-        args["topk_ids"][0, 0] = -1
-        for some in (args, bare(args), {**args, "lora_ids": torch.full_like(args["lora_ids"], -1)}):
-            got = fused_moe(**some, arrivals=arrivals, config=config)
-            assert_close("fused_moe", reference(some), got, LIMIT[torch.float16])
-            assert not arrivals.any()
-
-
-def test_too_few_counters_are_refused(device):
-    args = layer(device, 4)
-    with pytest.raises(ValueError, match=r"fused_moe: arrivals must be at least \d+ counters for .*, got 2"):
-        fused_moe(**args, arrivals=torch.zeros(2, dtype=torch.int32, device=device), config=SMALL)
 
 
 def test_a_workspace_serves_smaller_batches_and_bare_rows_after_larger_ones(device):

@@ -13,7 +13,7 @@ CUDA = torch.cuda.is_available()
 LIMIT = {torch.float16: 2e-4, torch.bfloat16: 8e-4 if CUDA else 1e-2}  # as the dense layer's; the interpreter truncates
 H, I, E, TOP_K = 96, 96, 4, 2  # 96 is a step of 64 and half a step: every tile has a masked one
 SMALL = MoEConfig(
-    rows="plan", block_m=16, up_block_n=64, up_block_k=64, up_stages=2, splits=2,
+    rows="plan", block_m=16, up_block_n=64, up_block_k=64, up_stages=2, splits=2, act_block_i=32,
     down_block_n=64, down_block_k=64, down_stages=2, down_tiles=2, down_whole=True, combine_block_h=64,
 )  # fmt: skip
 STEPPED = dataclasses.replace(SMALL, down_whole=False)
