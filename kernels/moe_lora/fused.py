@@ -40,7 +40,7 @@ from beam_moe.kernels.mxfp8.gemm import scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
-MAX_BLOCK_R = 32  # ranks of one step: with 64 a rank-64 bank is wrong or faults on an H200 (Triton 3.6.0), cause unknown
+MAX_BLOCK_R = 32  # ranks of one step: 64 are wrong or fault on an H200 (Triton 3.6.0), the cause was not found
 
 
 def _require(ok: bool, argument: str, wanted: str, got: object) -> None:
