@@ -53,7 +53,7 @@ MODEL = {
 }  # fmt: skip
 EXPERTS = ["*.experts.*_proj.weight"]  # what the MXFP8 wire carries quantised
 MODES = ("lora", "bf16", "mxfp8")
-LR = {"lora": 1e-3, "bf16": 1e-4, "mxfp8": 1e-4}
+LR = {"lora": 5e-4, "bf16": 5e-5, "mxfp8": 5e-5}
 KV_BYTES = 4 << 30
 VARIANTS = ("r3_off", "router_bf16", "head_bf16")
 
