@@ -135,6 +135,7 @@ _Groups = tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...]
 _DENSE: _Groups = (
     (("rows",), (("plan",), ("search",), ("direct",))),
     (("splits",), ((1,), (2,), (3,), (4,), (5,), (8,), (10,))),
+    (("splits", "up_stages"), ((3, 3), (4, 3), (5, 3))),  # more programs need room for more of them
     (
         ("up_block_n", "up_block_k", "up_warps", "up_stages"),
         (
