@@ -590,6 +590,9 @@ def loop(args: argparse.Namespace, host: Engine | None, checkpoint: Path, harnes
         seconds[name], mark[0] = round(now - mark[0], 3), now
         bar.update(task, description=f"{args.mode}: {name} done, {seconds[name]:.1f} s")
 
+    layout = args.mode + ("/wire" if args.wire != "bf16" else "")
+    for name, size in (("pp", args.train_pp), ("ep", args.train_ep), ("tp", args.rollout_tp)):
+        layout += f"/{name}{size}" if size > 1 else ""
     run = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     exact, first, longest, number, last = sync(), None, 0.0, 0, False
     bar = Progress(disable=host is None or not sys.stdout.isatty())  # off a terminal a line for each step is all
@@ -619,7 +622,7 @@ def loop(args: argparse.Namespace, host: Engine | None, checkpoint: Path, harnes
                 raise RuntimeError(f"routes {routes.shape} for {tuple(tokens.shape)} tokens")
             ours = whole(trainer.schedule(trainer.chunks, batch, batch["routes"]))
             row = {
-                "case": f"{args.mode}/{args.tag}{number}", "mode": args.mode, "step": number, "run": run,
+                "case": f"{layout}/{args.tag}{number}", "mode": args.mode, "step": number, "run": run,
                 "reward": float(hit.float().mean()), **difference(ours, batch["logprobs"]), "router_exact": exact,
                 "train_pp": args.train_pp, "train_ep": args.train_ep, "rollout_tp": args.rollout_tp, "wire": args.wire,
                 "lr": args.lr, "vllm_version": report.get("vllm"),
@@ -685,7 +688,7 @@ def main() -> None:
     t.add_argument("--train-pp", type=int, default=1, help="pipeline stages of the trainer, one GPU each")
     t.add_argument("--train-ep", type=int, default=1, help="expert parallel ranks of the trainer")
     t.add_argument("--folder", default=tempfile.gettempdir() + "/rl_loop")
-    t.add_argument("--tag", default="", help="put before the step in a row's case, for runs of other layouts")
+    t.add_argument("--tag", default="", help="put before the step in a row's case")
     t.add_argument("--engine-python", default=sys.executable)
     t.add_argument("--engine-path", default=None, help="PYTHONPATH of the engine's process")
     t.add_argument("--engine-preload", default=None, help="LD_PRELOAD of the engine's process")
