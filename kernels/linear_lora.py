@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from beam_moe import env
+from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
 from beam_moe.kernels.moe_lora.pipeline import dot, let_next_start, load_ranks, wait_for_previous
 
 MAX_TOKENS = 1024
@@ -138,13 +139,18 @@ def _check(
     lora_ids: torch.Tensor,
     ranks: torch.Tensor,
 ) -> None:
-    tensors = {"out": out, "x": x, "lora_ids": lora_ids, "ranks": ranks}
-    tensors |= {f"a[{s}]": t for s, t in enumerate(a)} | {f"b[{s}]": t for s, t in enumerate(b)}
-    for name, t in tensors.items():
+    for name, parts in (("a", a), ("b", b)):
+        if not isinstance(parts, (tuple, list)):
+            _fail(name, "a tuple or list of tensors", type(parts).__name__)
+    read = {"x": x, "lora_ids": lora_ids, "ranks": ranks}
+    read |= {f"a[{s}]": t for s, t in enumerate(a)} | {f"b[{s}]": t for s, t in enumerate(b)}
+    for name, t in {**read, "out": out}.items():
         if not isinstance(t, torch.Tensor):
             _fail(name, "a tensor", type(t).__name__)
         if t.device != x.device:
             _fail(name, f"on {x.device}", t.device)
+    require_device("add_lora", "x", x)
+    refuse_gradient("add_lora", "torch's own matmul trains a dense layer's adapter", **read, out=out)
     for name, t in (("x", x), ("out", out)):
         if t.dim() != 2 or (t.shape[1] > 1 and t.stride(1) != 1) or (len(t) > 1 and t.stride(0) < t.shape[1]):
             _fail(name, "2-D of innermost stride 1, its rows apart", f"shape {tuple(t.shape)}, strides {t.stride()}")
@@ -155,9 +161,9 @@ def _check(
         _fail("a and b", f"as many slices, 1..{MAX_SLICES}", f"{len(a)} and {len(b)}")
     if tokens > MAX_TOKENS or hidden == 0:
         _fail("x", f"(T, K) with T up to {MAX_TOKENS} and K > 0", tuple(x.shape))
-    slots, rank = a[0].shape[0], a[0].shape[1]
-    if a[0].dim() != 3 or not 1 <= rank <= MAX_RANK:
+    if a[0].dim() != 3 or not 1 <= a[0].shape[1] <= MAX_RANK:
         _fail("a[0]", f"(L, R, K) with R within 1..{MAX_RANK}", tuple(a[0].shape))
+    slots, rank = a[0].shape[0], a[0].shape[1]
     for s, (down, up) in enumerate(zip(a, b)):
         if down.shape != (slots, rank, hidden):
             _fail(f"a[{s}]", f"{(slots, rank, hidden)}", tuple(down.shape))
@@ -171,6 +177,7 @@ def _check(
     for name, t, shape in (("lora_ids", lora_ids, (tokens,)), ("ranks", ranks, (slots, len(a)))):
         if t.shape != shape or t.dtype != torch.int32 or not t.is_contiguous():
             _fail(name, f"contiguous int32 {shape}", f"{t.dtype} {tuple(t.shape)} with strides {t.stride()}")
+    refuse_overlap("add_lora", out, **read)
 
 
 def launch_form(tokens: int, widths: Sequence[int]) -> int:
@@ -192,7 +199,7 @@ def add_lora(
     For batches as small as decode's: ``A x`` is computed again for every block of columns.
 
     Args:
-        out: ``(T, sum W_s)``, the base layer's output; innermost stride 1.
+        out: ``(T, sum W_s)``, the base layer's output; innermost stride 1; in no operand's memory.
         x: ``(T, K)`` bf16 or fp16, the layer's input; innermost stride 1; T up to 1024.
         a: 1 to 4 tensors ``(L, R, K)``, contiguous; R up to 64.
         b: as many ``(L, W_s, R)``, contiguous, any scale folded in.
@@ -200,7 +207,8 @@ def add_lora(
         ranks: int32 ``(L, S)``, 0..R; factors beyond a live rank are not used.
 
     Raises:
-        ValueError: a shape, dtype, stride or device that does not fit.
+        ValueError: a shape, dtype, stride or device that does not fit; an ``out`` in the memory of an operand; an
+            operand that requires a gradient while gradients are enabled.
     """
     _check(out, x, a, b, lora_ids, ranks)
     tokens, hidden = x.shape

@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.interpreter import InterpretedFunction
 
 from beam_moe.kernels import tuning
+from beam_moe.kernels.checks import refuse_gradient
 
 OP = "router"
 MAX_EXPERTS = 1024
@@ -342,7 +343,7 @@ _INTERPRETED = isinstance(_route_kernel, InterpretedFunction)
 _SAME_BITS = {"enable_fp_fusion": False}
 
 
-def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring) -> tuple[int, int]:
+def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring, renormalize) -> tuple[int, int]:
     """Validated (n_group, topk_group); without groups (1, 1)."""
     if not 1 <= experts <= MAX_EXPERTS:
         raise ValueError(f"{op}: the number of experts must be within 1..{MAX_EXPERTS}, got {experts}")
@@ -350,6 +351,8 @@ def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring) -> tup
         raise ValueError(f"{op}: dtype must be bfloat16, float16 or float32, got {dtype}")
     if scoring not in SCORING:
         raise ValueError(f"{op}: scoring must be one of {', '.join(SCORING)}, got {scoring!r}")
+    if not isinstance(renormalize, bool):
+        raise ValueError(f"{op}: renormalize must be True or False, got {renormalize!r}")
     if (n_group is None) != (topk_group is None):
         raise ValueError(f"{op}: n_group and topk_group go together, got {n_group} and {topk_group}")
     n_group, topk_group = (1, 1) if n_group is None else (n_group, topk_group)
@@ -379,14 +382,13 @@ def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring) -> tup
 def _check_matrix(op: str, name: str, t: torch.Tensor) -> None:
     if not isinstance(t, torch.Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if not (t.is_cuda or _INTERPRETED):
+    if not (t.is_cuda or (_INTERPRETED and t.is_cpu)):
         raise ValueError(f"{op}: {name} must be on a GPU (or set TRITON_INTERPRET=1), got {t.device}")
     if t.dim() != 2:
         raise ValueError(f"{op}: {name} must have 2 dimensions, got shape {tuple(t.shape)}")
     if t.shape[1] > 1 and t.stride(1) != 1:
         raise ValueError(f"{op}: {name} must have innermost stride 1, got strides {t.stride()}")
-    if t.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{op}: {name} requires grad, but there is no backward here; call it under torch.no_grad()")
+    refuse_gradient(op, "a trainer's own matmul and top-k train a router", **{name: t})
 
 
 def _check_device(op: str, like: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -628,7 +630,7 @@ def grouped_topk(
     if x.dtype not in PIECES:
         raise ValueError(f"grouped_topk: x must be bfloat16, float16 or float32, got {x.dtype}")
     n_group, topk_group = _check(
-        "grouped_topk", gate_weight.shape[0], gate_weight.dtype, bias, top_k, n_group, topk_group, scoring
+        "grouped_topk", gate_weight.shape[0], gate_weight.dtype, bias, top_k, n_group, topk_group, scoring, renormalize
     )
     run = _grouped_topk_op if torch.compiler.is_compiling() else _grouped_topk
     weights, ids, logits = run(x, gate_weight, bias, top_k, n_group, topk_group, scoring, renormalize)
@@ -651,7 +653,9 @@ def route(
     """
     _check_matrix("route", "logits", logits)
     _check_device("route", logits, bias=bias)
-    n_group, topk_group = _check("route", logits.shape[1], logits.dtype, bias, top_k, n_group, topk_group, scoring)
+    n_group, topk_group = _check(
+        "route", logits.shape[1], logits.dtype, bias, top_k, n_group, topk_group, scoring, renormalize
+    )
     run = _route_op if torch.compiler.is_compiling() else _route
     return run(logits, bias, top_k, n_group, topk_group, scoring, renormalize)
 

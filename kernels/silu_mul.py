@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device, require_distinct
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 1024
 
@@ -38,8 +40,16 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
         out: ``(M, I)`` of the same dtype and device, innermost stride 1; allocated when None.
 
     Raises:
-        ValueError: a shape, dtype or stride that does not fit.
+        ValueError: a shape, dtype, stride or device that does not fit, an ``out`` that overlaps itself or ``gate_up``,
+            or an input that requires a gradient while gradients are enabled.
     """
+    for name, t in (("gate_up", gate_up), ("out", gate_up if out is None else out)):
+        if not isinstance(t, torch.Tensor):
+            raise ValueError(f"silu_mul: {name} must be a tensor, got {type(t).__name__}")
+        if t.device != gate_up.device:
+            raise ValueError(f"silu_mul: {name} must be on {gate_up.device}, got {t.device}")
+    require_device("silu_mul", "gate_up", gate_up)
+    refuse_gradient("silu_mul", "torch's own silu and product train", gate_up=gate_up, out=out)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"silu_mul: gate_up must be (M, 2 * I), got shape {tuple(gate_up.shape)}")
     if gate_up.dtype not in DTYPES:
@@ -52,6 +62,8 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     for name, t in (("gate_up", gate_up), ("out", out)):
         if t.shape[1] > 1 and t.stride(1) != 1:
             raise ValueError(f"silu_mul: {name} must have innermost stride 1, got strides {t.stride()}")
+    require_distinct("silu_mul", "out", out)
+    refuse_overlap("silu_mul", out, gate_up=gate_up)
     if rows and width:
         _silu_mul_kernel[(rows, triton.cdiv(width, BLOCK))](
             gate_up, out, gate_up.stride(0), out.stride(0), I=width, BLOCK=min(BLOCK, triton.next_power_of_2(width))

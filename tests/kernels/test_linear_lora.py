@@ -117,6 +117,12 @@ def test_nothing_to_do(device):
         ({"lora_ids": torch.zeros(3, dtype=torch.int32)}, "lora_ids must be contiguous int32"),
         ({"ranks": torch.zeros(2, dtype=torch.int32)}, "ranks must be contiguous int32"),
         ({"ranks": [0]}, "ranks must be a tensor"),
+        ({"x": None}, "x must be a tensor, got NoneType"),
+        ({"a": None}, "a must be a tuple or list of tensors, got NoneType"),
+        ({"b": torch.zeros(2, 16, 8).half()}, "b must be a tuple or list of tensors, got Tensor"),
+        ({"a": [torch.zeros(8).half()] * 2}, r"a\[0\] must be \(L, R, K\)"),
+        ({"a": [torch.tensor(0.0).half()] * 2}, r"a\[0\] must be \(L, R, K\)"),
+        ({"x": torch.zeros(1025, 32).half()}, r"T up to 1024.*got \(1025, 32\)"),
     ],
 )
 def test_refusals(device, change, message):

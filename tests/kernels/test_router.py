@@ -228,7 +228,7 @@ def test_no_tokens(device):
         ({"x": torch.zeros(3, 33)}, "gate_weight must be"),
         ({"x": torch.zeros(32, 3).T}, "x must have innermost stride 1"),
         ({"x": torch.zeros(32)}, "x must have 2 dimensions"),
-        ({"x": torch.zeros(3, 32, requires_grad=True)}, "x requires grad"),
+        ({"x": torch.zeros(3, 32, requires_grad=True)}, "x must not require a gradient"),
         ({"gate_weight": torch.zeros(1025, 32)}, "within 1..1024, got 1025"),
         ({"x": [[1.0]]}, "grouped_topk: x must be a tensor, got list"),
         ({"bias": [0.0] * 16}, "grouped_topk: bias must be a tensor, got list"),
@@ -237,6 +237,7 @@ def test_no_tokens(device):
         ({"top_k": None}, "grouped_topk: top_k must be an integer, got None"),
         ({"n_group": 0, "topk_group": 0}, "grouped_topk: n_group must divide the 16 experts, got 0"),
         ({"n_group": 2.0, "topk_group": 1}, "grouped_topk: n_group must be an integer, got 2.0"),
+        ({"renormalize": None}, "grouped_topk: renormalize must be True or False, got None"),
     ],
 )
 def test_refuses(change, message, device):
