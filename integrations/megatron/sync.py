@@ -88,7 +88,7 @@ class WeightSource:
             raise ValueError(
                 f"WeightSource: mxfp8 needs a matrix with a last axis divisible by 32, got {name} {tuple(tensor.shape)}"
             )
-        yield from pack(name, quantize(tensor.contiguous())).items()
+        yield from pack(name, quantize(tensor.detach().contiguous())).items()
 
     def metadata(self) -> list[TensorMeta]:
         """Name, type and shape of every tensor, in order. The first call exports once to learn them."""

@@ -18,8 +18,10 @@ Where the hardware has no block-scaled product (before Blackwell) operands are q
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require
+from beam_moe.kernels.checks import require_device
+from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_tensor
 from beam_moe.kernels.mxfp8.gemm import OUT_DTYPES, _capability, dense_matmul, gemm
 from beam_moe.kernels.mxfp8.grouped import (
     _check_offsets,
@@ -73,6 +75,7 @@ class _Linear(torch.autograd.Function):
         return _multiply(_quantized(x, -1), wq, x.dtype, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
@@ -110,18 +113,25 @@ def _check_weight(op: str, x: torch.Tensor, w: Weight, values, ndim: int) -> tor
         _require(values is None, f"{op}: values go with a dense w, not with a quantised one")
         shape = row.shape
     else:
+        _require_tensor(op, w=w)
         _require(
             w.ndim == ndim and w.dtype in OUT_DTYPES,
             f"{op}: w must have {ndim} dimensions in bf16, fp16 or fp32, got {w.dtype} {tuple(w.shape)}",
         )
         shape = w.shape
+    on = [t.device for t in w] if isinstance(w, tuple) else [w.device]
+    _require(all(d == x.device for d in on), f"{op}: x is on {x.device}, w on {' and '.join(map(str, on))}")
+    require_device(op, "x", x)
     _require(x.shape[-1] == shape[-1], f"{op}: x has {x.shape[-1]} features, w takes {shape[-1]}")
     _require(x.dtype in OUT_DTYPES, f"{op}: x must be bf16, fp16 or fp32, got {x.dtype}")
     for name, size in (("K", shape[-1]), ("N", shape[-2])):
         _require(size % BLOCK == 0, f"{op}: {name} must be a multiple of {BLOCK}, got {size}")
     if values is not None:
         _require(
-            len(values) == 2 and all(v.shape == shape and v.dtype == torch.bfloat16 for v in values),
+            isinstance(values, (tuple, list))
+            and len(values) == 2
+            and all(isinstance(v, torch.Tensor) for v in values)
+            and all(v.shape == shape and v.dtype == torch.bfloat16 and v.device == x.device for v in values),
             f"{op}: values must be fake_quantize(w, axis='both'), two bf16 tensors of w's shape {tuple(shape)}",
         )
     return shape
@@ -148,12 +158,15 @@ def linear(
         ValueError: an argument does not fit the above.
     """
     op = "linear"
+    _require_tensor(op, x=x)
     _require(x.ndim >= 1, f"{op}: x must have at least one dimension, got {tuple(x.shape)}")
     shape = _check_weight(op, x, w, values, 2)
     if bias is not None:
+        _require_tensor(op, bias=bias)
         _require(
-            bias.shape == (shape[0],) and bias.dtype in OUT_DTYPES,
-            f"{op}: bias must be bf16, fp16 or fp32 ({shape[0]},), got {bias.dtype} {tuple(bias.shape)}",
+            bias.shape == (shape[0],) and bias.dtype in OUT_DTYPES and bias.device == x.device,
+            f"{op}: bias must be bf16, fp16 or fp32 ({shape[0]},) on {x.device}, got {bias.dtype} {tuple(bias.shape)} "
+            f"on {bias.device}",
         )
     flat = x.reshape(-1, shape[1])
     values = None if _native(x.device) else values
@@ -189,6 +202,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _grouped_multiply(fake_quantize(x), wq, offsets, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w, offsets = ctx.saved_tensors
         need_x, need_w = ctx.needs_input_grad[:2]
@@ -232,9 +246,10 @@ def grouped_linear(
         ValueError: an argument does not fit the above.
     """
     op = "grouped_linear"
+    _require_tensor(op, x=x)
     _require(x.ndim == 2, f"{op}: x must be (T, K), got {tuple(x.shape)}")
     shape = _check_weight(op, x, w, values, 3)
-    _check_offsets(op, offsets, shape[0], x.device)
+    _check_offsets(op, offsets, shape[0], x.shape[0], x.device)
     if isinstance(w, tuple):
         return _GroupedLinear.apply(x, None, offsets, w, None)
     if values is not None and not grouped_matmul_fits(w, x.dtype):

@@ -29,7 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.mxfp8.format import MXFP8Tensor, _require
+from beam_moe.kernels.checks import require_device
+from beam_moe.kernels.mxfp8.format import MXFP8Tensor, _require, _require_mxfp8
 from beam_moe.kernels.mxfp8.quantize import _decode, _scale_value, _soft, _to_float
 
 ROW_WIDE = 256  # bit of a row's word: its scales spread too far for fp16
@@ -195,6 +196,8 @@ def prepare(t: MXFP8Tensor) -> MXFP8Tensor:
     Raises:
         ValueError: the blocks do not run along axis -1, or the scales are swizzled.
     """
+    _require_mxfp8("prepare", t=t)
+    require_device("prepare", "t", t.data)
     _require(t.axis == -1 and t.offsets is None, f"prepare: t must have its blocks along axis -1, got axis {t.axis}")
     _require(not t.swizzled, "prepare: t has swizzled scales; pass row-major ones")
     *lead, n, k = t.shape

@@ -58,6 +58,12 @@ def _require_tensor(op: str, **tensors: object) -> None:
         _require(isinstance(t, torch.Tensor), f"{op}: {name} must be a tensor, got {type(t).__name__}")
 
 
+def _require_mxfp8(op: str, **tensors: object) -> None:
+    """Each of ``tensors`` is an MXFP8Tensor."""
+    for name, t in tensors.items():
+        _require(isinstance(t, MXFP8Tensor), f"{op}: {name} must be an MXFP8Tensor, got {type(t).__name__}")
+
+
 def _require_rows_apart(op: str, out: torch.Tensor) -> None:
     """No two rows of a matrix that a kernel writes share memory."""
     (rows, n), stride = out.shape, out.stride(0)
@@ -97,6 +103,7 @@ class MXFP8Tensor:
 
     def __post_init__(self):
         data, scale = self.data, self.scale
+        _require_tensor("MXFP8Tensor", data=data, scale=scale)
         _require(data.dtype in _ELEM_NAMES, f"MXFP8Tensor: data must be float8_e4m3fn or float8_e5m2, got {data.dtype}")
         _require(data.ndim >= 2, f"MXFP8Tensor: data must have at least two dimensions, got shape {tuple(data.shape)}")
         _require(self.axis in (-1, -2), f"MXFP8Tensor: axis must be -1 or -2, got {self.axis}")
@@ -122,6 +129,7 @@ class MXFP8Tensor:
             f"{self.axis}, got {tuple(scale.shape)}",
         )
         if self.rows is not None:
+            _require_tensor("MXFP8Tensor", rows=self.rows)
             _require(
                 self.axis == -1 and self.rows.dtype == torch.int16 and self.rows.shape == data.shape[:-1],
                 f"MXFP8Tensor: rows must be int16 {tuple(data.shape[:-1])} with blocks along axis -1, got "
@@ -202,7 +210,9 @@ def _check_offsets(op: str, offsets: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def _check_names(op: str, elem: str, rounding: str, axis: int = -1) -> None:
-    _require(elem in ELEM_DTYPES, f"{op}: elem must be one of {sorted(ELEM_DTYPES)}, got {elem!r}")
+    _require(
+        isinstance(elem, str) and elem in ELEM_DTYPES, f"{op}: elem must be one of {sorted(ELEM_DTYPES)}, got {elem!r}"
+    )
     _require(rounding in ROUNDINGS, f"{op}: rounding must be one of {list(ROUNDINGS)}, got {rounding!r}")
     _require(axis in (-1, -2), f"{op}: axis must be -1 or -2, got {axis!r}")
 
@@ -269,6 +279,7 @@ def quantize_reference(
         ValueError: an argument does not fit the above.
     """
     _check_names("quantize_reference", elem, rounding, axis)
+    _require_tensor("quantize_reference", x=x)
     _require(x.ndim >= 2, f"quantize_reference: x must have at least two dimensions, got shape {tuple(x.shape)}")
     if offsets is not None:
         _check_offsets("quantize_reference", offsets, x)
@@ -338,6 +349,7 @@ def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: ``scale`` has another dtype or fewer than two dimensions.
     """
+    _require_tensor("swizzle_scales", scale=scale)
     _require(
         scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and scale.ndim >= 2,
         f"swizzle_scales: scale must be uint8 or float8_e8m0fnu with at least two dimensions, got {scale.dtype} "
@@ -356,6 +368,7 @@ def unswizzle_scales(scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
         ValueError: ``scale`` has another dtype, or not the bytes of ``rows`` and ``cols``.
     """
     size = swizzled_size(rows, cols)
+    _require_tensor("unswizzle_scales", scale=scale)
     _require(
         scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and scale.shape[-1:] == (size,),
         f"unswizzle_scales: scale must be uint8 or float8_e8m0fnu (..., {size}) for {rows} rows and {cols} columns, "

@@ -35,8 +35,16 @@ import triton
 import triton.language as tl
 
 from beam_moe.kernels import tuning
+from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows
-from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_rows_apart, _require_tensor
+from beam_moe.kernels.mxfp8.format import (
+    BLOCK,
+    MXFP8Tensor,
+    _require,
+    _require_mxfp8,
+    _require_rows_apart,
+    _require_tensor,
+)
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, dequantize
 from beam_moe.kernels.mxfp8.tile import ask_for_rows, finished_product, rows_within, tile_place
 
@@ -232,6 +240,7 @@ def _descriptor(t: torch.Tensor, block: list[int]):
     usable = (
         _capability(t.device)[0] >= 9
         and t.stride(1) == 1
+        and (t.shape[0] == 1 or t.stride(0) >= t.shape[1])  # expanded rows have no descriptor
         and t.stride(0) * t.element_size() % 16 == 0
         and t.data_ptr() % 16 == 0
     )
@@ -484,16 +493,47 @@ def _contracting(op: str, name: str, t: MXFP8Tensor) -> MXFP8Tensor:
     return t if t.axis == -1 else t.mT
 
 
-def _check(op: str, a, b: MXFP8Tensor, bias, out, out_dtype, b_dense) -> None:
-    (rows, k), (n, kb) = a.shape, b.shape
+def _check_config(op: str, config: GemmConfig | None) -> None:
+    """What a caller's configuration must be for a kernel to compile."""
+    if config is None:
+        return
+    _require(isinstance(config, GemmConfig), f"{op}: config must be a GemmConfig, got {type(config).__name__}")
+    _require(config.route in ROUTES, f"{op}: config.route must be one of {ROUTES}, got {config.route!r}")
+    for name, least, power in (
+        ("bm", 16, True),
+        ("bn", 16, True),
+        ("bk", BLOCK, True),
+        ("warps", 1, True),
+        ("split", 1, False),
+        ("stages", 1, False),
+    ):
+        value = getattr(config, name)
+        fits = isinstance(value, int) and value >= least and not (power and value & (value - 1))
+        what = "a power of two" if power else "an integer"
+        _require(fits, f"{op}: config.{name} must be {what} of at least {least}, got {value!r}")
+
+
+def _values(t: torch.Tensor | MXFP8Tensor | None) -> torch.Tensor | None:
+    """The elements of an operand."""
+    return t.data if isinstance(t, MXFP8Tensor) else t
+
+
+def _check(op: str, trains: str, a, b: MXFP8Tensor, bias, out, out_dtype, b_dense, config) -> None:
+    """``a`` (rows, K), ``b`` (N, K) and bias (N,), or of groups b (E, N, K) and bias (E, N)."""
+    (rows, k), (*groups, n, kb) = a.shape, b.shape
     _require(kb == k, f"{op}: a contracts over {k} elements, b over {kb}")
     _require(b.device == a.device, f"{op}: a is on {a.device}, b on {b.device}")
+    require_device(op, "a", _values(a))
+    _check_config(op, config)
     _require(out_dtype in OUT_DTYPES, f"{op}: out_dtype must be bf16, fp16 or fp32, got {out_dtype}")
     if bias is not None:
         _require_tensor(op, bias=bias)
         _require(
-            bias.shape == (n,) and bias.dtype in OUT_DTYPES and bias.is_contiguous() and bias.device == a.device,
-            f"{op}: bias must be contiguous bf16, fp16 or fp32 ({n},) on {a.device}, got {bias.dtype} "
+            bias.shape == (*groups, n)
+            and bias.dtype in OUT_DTYPES
+            and bias.is_contiguous()
+            and bias.device == a.device,
+            f"{op}: bias must be contiguous bf16, fp16 or fp32 {(*groups, n)} on {a.device}, got {bias.dtype} "
             f"{tuple(bias.shape)} with strides {bias.stride()} on {bias.device}",
         )
     if out is not None:
@@ -505,12 +545,14 @@ def _check(op: str, a, b: MXFP8Tensor, bias, out, out_dtype, b_dense) -> None:
         )
         _require(n <= 1 or out.stride(1) == 1, f"{op}: out must have last stride 1, got strides {out.stride()}")
         _require_rows_apart(op, out)
+        refuse_overlap(op, out, a=_values(a), b=b.data, bias=bias, b_dense=b_dense)
     if b_dense is not None:
         _require(
-            b_dense.shape == (n, k) and b_dense.dtype == torch.bfloat16 and b_dense.device == a.device,
-            f"{op}: b_dense must be bf16 {(n, k)} on {a.device}, got {b_dense.dtype} {tuple(b_dense.shape)} on "
+            b_dense.shape == b.shape and b_dense.dtype == torch.bfloat16 and b_dense.device == a.device,
+            f"{op}: b_dense must be bf16 {tuple(b.shape)} on {a.device}, got {b_dense.dtype} {tuple(b_dense.shape)} on "
             f"{b_dense.device}",
         )
+    refuse_gradient(op, trains, a=_values(a), b=b.data, bias=bias, out=out, b_dense=b_dense)
 
 
 def gemm(
@@ -542,10 +584,10 @@ def gemm(
     ``fp16`` an fp16 copy of bf16 activations, ``dequantize`` a bf16 copy of every MXFP8 operand.
 
     Raises:
-        ValueError: an argument does not fit the above.
+        ValueError: an argument does not fit the above, ``out`` lies in an operand's memory, or a gradient is expected.
     """
     op = "gemm"
-    _require(isinstance(b, MXFP8Tensor), f"{op}: b must be an MXFP8Tensor, got {type(b).__name__}")
+    _require_mxfp8(op, b=b)
     if not isinstance(a, MXFP8Tensor):
         _require_tensor(op, a=a)
     _require(a.ndim == 2 and b.ndim == 2, f"{op}: a and b must be matrices, got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -555,7 +597,9 @@ def gemm(
         a = _contracting(op, "a", a)
     else:
         _require(a.dtype in (torch.bfloat16, torch.float16), f"{op}: a must be bf16, fp16 or MXFP8, got {a.dtype}")
-    _check(op, a, b, bias, out, out_dtype, b_dense)
+    if b_dense is not None:
+        _require_tensor(op, b_dense=b_dense)
+    _check(op, "mxfp8.linear trains", a, b, bias, out, out_dtype, b_dense, config)
     (rows, k), n = a.shape, b.shape[0]
     if out is None:
         out = torch.empty(rows, n, dtype=out_dtype, device=a.device)
@@ -566,7 +610,6 @@ def gemm(
     x_dtype = torch.bfloat16 if mx else a.dtype
     if config is None:
         config = choose(rows, n, k, a.device, x_dtype=x_dtype, prepared=b.rows is not None, both=mx)
-    _require(config.route in ROUTES, f"{op}: config.route must be one of {ROUTES}, got {config.route!r}")
     _require(
         config.route != "fp16" or b.rows is not None,
         f"{op}: route fp16 needs b to have gone through prepare, got {b}",

@@ -15,9 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
+from beam_moe import env
 from beam_moe.kernels import tuning
+from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows, weights_bf16
-from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_rows_apart, _require_tensor
+from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_mxfp8, _require_tensor
 from beam_moe.kernels.mxfp8.gemm import (
     _PDL,
     DECODE_ROWS,
@@ -25,9 +27,11 @@ from beam_moe.kernels.mxfp8.gemm import (
     ROW_CLASSES,
     GemmConfig,
     _capability,
+    _check,
     _contracting,
     _descriptor,
     _serves,
+    _values,
     tile_constants,
 )
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, _to_float, dequantize
@@ -36,6 +40,7 @@ from beam_moe.kernels.mxfp8.tile import finished_product, rows_within, tile_plac
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 DEQUANTIZE_ROWS = 1024  # rows a group on average from which PyTorch's grouped GEMM on a bf16 copy is faster
 KEPT_ROWS = 256  # the same where the caller keeps that copy
+TRAINS = "mxfp8.grouped_linear trains"
 
 
 def choose_grouped(
@@ -332,7 +337,7 @@ def _zero_tail(out: torch.Tensor, offsets: torch.Tensor) -> None:
     )
 
 
-def grouped_matmul_fits(w: torch.Tensor, x_dtype: torch.dtype = torch.bfloat16) -> bool:
+def grouped_matmul_fits(w: torch.Tensor | MXFP8Tensor, x_dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether `grouped_matmul` takes weights of w's shape (E, N, K) on w's device, and results in ``x_dtype``."""
     return (
         _grouped_mm is not None
@@ -343,12 +348,24 @@ def grouped_matmul_fits(w: torch.Tensor, x_dtype: torch.dtype = torch.bfloat16) 
     )
 
 
+def _rows_suit_grouped_mm(x: torch.Tensor) -> bool:
+    """Whether PyTorch's grouped GEMM takes a matrix where it lies: rows apart, each 16-byte aligned."""
+    size = x.element_size()
+    rows = x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) * size % 16 == 0
+    return rows and x.data_ptr() % 16 == 0
+
+
 def grouped_matmul(
     x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """PyTorch's grouped GEMM of dense bf16 x (T, K) and w (E, N, K), zeros in rows behind the last offset."""
+    """PyTorch's grouped GEMM of dense bf16 x (T, K) and w (E, N, K), zeros in rows behind the last offset.
+
+    It wants rows of stride 1, apart and 16-byte aligned: another x is copied first.
+    """
     if x.shape[0] == 0:
         return torch.empty(0, w.shape[1], dtype=x.dtype, device=x.device) if out is None else out
+    if not _rows_suit_grouped_mm(x):
+        x = x.clone(memory_format=torch.contiguous_format)
     y = _grouped_mm(x, w.mT, offs=offsets[1:])
     if out is not None:
         y = out.copy_(y)
@@ -356,7 +373,7 @@ def grouped_matmul(
     return y
 
 
-def _check_offsets(op: str, offsets: torch.Tensor, groups: int | None, device: torch.device) -> None:
+def _check_offsets(op: str, offsets: torch.Tensor, groups: int | None, rows: int, device: torch.device) -> None:
     _require_tensor(op, offsets=offsets)
     _require(
         offsets.dtype == torch.int32 and offsets.ndim == 1 and offsets.shape[0] >= 2 and offsets.is_contiguous(),
@@ -367,6 +384,10 @@ def _check_offsets(op: str, offsets: torch.Tensor, groups: int | None, device: t
         f"{op}: offsets must have {groups} + 1 entries for b's {groups} groups, got {offsets.shape[0]}",
     )
     _require(offsets.device == device, f"{op}: offsets are on {offsets.device}, the operands on {device}")
+    if env.flag("CHECK"):
+        ends = offsets.tolist()
+        fits = ends[0] == 0 and ends == sorted(ends) and ends[-1] <= rows
+        _require(fits, f"{op}: offsets must be 0, then ends that never fall, at most {rows} rows, got {ends}")
 
 
 def grouped_gemm(
@@ -398,10 +419,11 @@ def grouped_gemm(
     what `gemm`'s do.
 
     Raises:
-        ValueError: an argument does not fit the above.
+        ValueError: an argument does not fit the above, ``out`` lies in an operand's memory, or a gradient is expected.
+            With ``BEAM_MOE_CHECK=1`` also offsets that fall or exceed T: kernels trust them.
     """
     op = "grouped_gemm"
-    _require(isinstance(b, MXFP8Tensor), f"{op}: b must be an MXFP8Tensor, got {type(b).__name__}")
+    _require_mxfp8(op, b=b)
     if not isinstance(a, MXFP8Tensor):
         _require_tensor(op, a=a)
     _require(
@@ -413,32 +435,15 @@ def grouped_gemm(
         a = _contracting(op, "a", a)
     else:
         _require(a.dtype in (torch.bfloat16, torch.float16), f"{op}: a must be bf16, fp16 or MXFP8, got {a.dtype}")
-    (rows, k), (groups, n, kb) = a.shape, b.shape
-    _require(kb == k, f"{op}: a contracts over {k} elements, b over {kb}")
-    _require(b.device == a.device, f"{op}: a is on {a.device}, b on {b.device}")
-    _check_offsets(op, offsets, groups, a.device)
-    _require(out_dtype in OUT_DTYPES, f"{op}: out_dtype must be bf16, fp16 or fp32, got {out_dtype}")
-    if bias is not None:
-        _require_tensor(op, bias=bias)
-        _require(
-            bias.shape == (groups, n) and bias.dtype in OUT_DTYPES and bias.is_contiguous() and bias.device == a.device,
-            f"{op}: bias must be contiguous bf16, fp16 or fp32 {(groups, n)} on {a.device}, got {bias.dtype} "
-            f"{tuple(bias.shape)} on {bias.device}",
-        )
-    if out is not None:
-        _require_tensor(op, out=out)
-        _require(
-            out.shape == (rows, n) and out.dtype in OUT_DTYPES and out.device == a.device,
-            f"{op}: out must be bf16, fp16 or fp32 {(rows, n)} on {a.device}, got {out.dtype} {tuple(out.shape)} on "
-            f"{out.device}",
-        )
-        _require(n <= 1 or out.stride(1) == 1, f"{op}: out must have last stride 1, got strides {out.stride()}")
-        _require_rows_apart(op, out)
+    if b_dense is not None:
+        _require_tensor(op, b_dense=b_dense)
+    _check(op, TRAINS, a, b, bias, out, out_dtype, b_dense, config)
+    (rows, k), (groups, n, _) = a.shape, b.shape
+    _check_offsets(op, offsets, groups, rows, a.device)
     if b_dense is not None:
         _require(
-            b_dense.shape == b.shape and b_dense.dtype == torch.bfloat16 and b_dense.device == a.device,
-            f"{op}: b_dense must be bf16 {tuple(b.shape)} on {a.device}, got {b_dense.dtype} {tuple(b_dense.shape)} on "
-            f"{b_dense.device}",
+            b_dense.is_contiguous() or b_dense.mT.is_contiguous(),
+            f"{op}: b_dense must be contiguous with its last two axes in either order, got strides {b_dense.stride()}",
         )
     target = out_dtype if out is None else out.dtype
     if rows == 0 or n == 0:
@@ -469,6 +474,10 @@ def grouped_gemm(
         _require(
             bias is None and target == x_dtype == torch.bfloat16,
             f"{op}: route dequantize takes bf16 or MXFP8 to bf16 without bias, got {x_dtype} to {target}",
+        )
+        _require(
+            a.device.type != "cuda" or grouped_matmul_fits(b),
+            f"{op}: route dequantize needs sm_90 or later and N and K divisible by 8, got N = {n} and K = {k}",
         )
         return grouped_matmul(x, dequantize_groups(b, offsets) if b_dense is None else b_dense, offsets, out)
     if out is None:
@@ -560,14 +569,20 @@ def grouped_wgrad(
     MXFP8 operands are held as bf16 for the length of the call.
 
     Raises:
-        ValueError: an argument does not fit the above.
+        ValueError: as `grouped_gemm`.
     """
     op = "grouped_wgrad"
     _require_tensor(op, **{n: t for n, t in (("dy", dy), ("x", x)) if not isinstance(t, MXFP8Tensor)})
     _require(dy.ndim == 2 and x.ndim == 2, f"{op}: dy and x must be matrices, got {tuple(dy.shape)}, {tuple(x.shape)}")
     _require(dy.shape[0] == x.shape[0], f"{op}: dy has {dy.shape[0]} rows, x has {x.shape[0]}")
     _require(dy.device == x.device, f"{op}: dy is on {dy.device}, x on {x.device}")
-    _check_offsets(op, offsets, None, x.device)
+    require_device(op, "x", _values(x))
+    if out is not None:
+        _require_tensor(op, out=out)
+    refuse_gradient(op, TRAINS, dy=_values(dy), x=_values(x), out=out)
+    _check_offsets(op, offsets, None, x.shape[0], x.device)
+    if out is not None:
+        refuse_overlap(op, out, dy=_values(dy), x=_values(x))
     dense = []
     for name, t in (("dy", dy), ("x", x)):
         if isinstance(t, MXFP8Tensor):
@@ -598,6 +613,7 @@ def grouped_wgrad(
         and k % 8 == 0
         and dy.stride() == (n, 1)
         and x.stride() == (k, 1)
+        and dy.data_ptr() % 16 == x.data_ptr() % 16 == 0
         and x.shape[0] > 0
     )
     if library is None:

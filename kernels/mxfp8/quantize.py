@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device, require_distinct
 from beam_moe.kernels.mxfp8.format import (
     BLOCK,
     ELEM_DTYPES,
@@ -25,6 +26,7 @@ from beam_moe.kernels.mxfp8.format import (
     _check_names,
     _check_offsets,
     _require,
+    _require_mxfp8,
     _require_tensor,
     num_blocks,
     swizzled_size,
@@ -33,6 +35,7 @@ from beam_moe.kernels.mxfp8.format import (
 from beam_moe.kernels.tuning import lookup
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRAINS = "mxfp8.linear and mxfp8.grouped_linear train"
 
 
 @dataclass(frozen=True)
@@ -492,10 +495,20 @@ def _matrices(op: str, name: str, t: torch.Tensor) -> torch.Tensor:
         ) from None
 
 
-def _check_input(op: str, name: str, t: torch.Tensor) -> None:
+def _check_input(op: str, name: str, t: torch.Tensor, config: QuantizeConfig | None) -> None:
     _require_tensor(op, **{name: t})
     _require(t.dtype in INPUT_DTYPES, f"{op}: {name} must be bf16, fp16 or fp32, got {t.dtype}")
     _require(t.ndim >= 2, f"{op}: {name} must have at least two dimensions, got shape {tuple(t.shape)}")
+    require_device(op, name, t)
+    refuse_gradient(op, TRAINS, **{name: t})
+    _check_config(op, config)
+
+
+def _check_config(op: str, config: QuantizeConfig | None) -> None:
+    _require(
+        config is None or isinstance(config, QuantizeConfig),
+        f"{op}: config must be a QuantizeConfig, got {type(config).__name__}",
+    )
 
 
 def _check_grouping(op: str, offsets: torch.Tensor | None, t: torch.Tensor) -> None:
@@ -654,19 +667,21 @@ def quantize(
         ValueError: an argument does not fit the above.
     """
     _check_names("quantize", elem, rounding, axis)
-    _check_input("quantize", "x", x)
+    _check_input("quantize", "x", x, config)
     _check_grouping("quantize", offsets, x)
     _require(offsets is None or axis == -2, f"quantize: offsets need axis -2, got {axis}")
     _require(offsets is None or not swizzle, "quantize: swizzled scales of grouped rows have no defined layout")
     if axis == -1:
         _check_blocks("quantize", "the last dimension of x", x.shape[-1])
     if out is not None:
+        _require_mxfp8("quantize", out=out)
         _require(
             out.shape == x.shape and out.elem == elem and out.swizzled == swizzle and out.axis == axis,
             f"quantize: out must have shape {tuple(x.shape)}, elem {elem}, axis {axis}, swizzled {swizzle}, got {out}",
         )
         _require((out.offsets is None) == (offsets is None), "quantize: offsets and out.offsets must come together")
         _require(out.device == x.device, f"quantize: out is on {out.device}, x on {x.device}")
+        refuse_overlap("quantize", out.data, x=x)
     if offsets is None and (_lies_transposed(x) if out is None else _lies_transposed(out.data)):
         turned = None if out is None else out.mT
         return _single("quantize", x.mT, -3 - axis, elem, rounding, swizzle, None, turned, config).mT
@@ -721,7 +736,7 @@ def quantize_both(
     """
     op = "quantize_both"
     _check_names(op, elem, rounding)
-    _check_input(op, "x", x)
+    _check_input(op, "x", x, config)
     _check_grouping(op, offsets, x)
     _check_blocks(op, "the last dimension of x", x.shape[-1])
     _check_dtypes(op, row_dtype=row_dtype, col_dtype=col_dtype)
@@ -764,7 +779,7 @@ def fake_quantize(
             x, offsets=offsets, elem=elem, rounding=rounding, row_dtype=dtype, col_dtype=dtype, config=config
         )
     _check_names(op, elem, rounding)
-    _check_input(op, "x", x)
+    _check_input(op, "x", x, config)
     _check_grouping(op, offsets, x)
     _require(offsets is None or axis == -2, f"{op}: offsets need axis -2 or 'both', got {axis}")
     if axis == -1:
@@ -778,10 +793,12 @@ def fake_quantize(
     return made.mT if turn else made
 
 
-def _check_silu(op: str, gate_up: torch.Tensor, axis, elem: str, rounding: str, offsets, row_dtype, col_dtype) -> int:
+def _check_silu(
+    op: str, gate_up: torch.Tensor, axis, elem: str, rounding: str, offsets, row_dtype, col_dtype, config
+) -> int:
     _check_names(op, elem, rounding)
     _require(axis in (-1, -2, "both"), f"{op}: axis must be -1, -2 or 'both', got {axis!r}")
-    _check_input(op, "gate_up", gate_up)
+    _check_input(op, "gate_up", gate_up, config)
     _require(gate_up.ndim == 2, f"{op}: gate_up must be a matrix, got shape {tuple(gate_up.shape)}")
     _require(
         gate_up.shape[1] <= 1 or gate_up.stride(1) == 1,
@@ -828,7 +845,7 @@ def silu_mul_quantize(
         ValueError: an argument does not fit the above.
     """
     op = "silu_mul_quantize"
-    _check_silu(op, gate_up, axis, elem, rounding, offsets, row_dtype, col_dtype)
+    _check_silu(op, gate_up, axis, elem, rounding, offsets, row_dtype, col_dtype, config)
     _require(offsets is None or not swizzle, f"{op}: swizzled scales of grouped rows have no defined layout")
     made = _run(
         op,
@@ -873,7 +890,9 @@ def silu_mul_backward_quantize(
         ValueError: an argument does not fit the above.
     """
     op = "silu_mul_backward_quantize"
-    half = _check_silu(op, gate_up, axis, elem, rounding, offsets, row_dtype, col_dtype)
+    half = _check_silu(op, gate_up, axis, elem, rounding, offsets, row_dtype, col_dtype, config)
+    _require_tensor(op, dh=dh)
+    refuse_gradient(op, TRAINS, dh=dh)
     _require(
         dh.shape == (gate_up.shape[0], half) and dh.dtype == gate_up.dtype and dh.device == gate_up.device,
         f"{op}: dh must be {gate_up.dtype} {(gate_up.shape[0], half)} on {gate_up.device}, got {dh.dtype} "
@@ -914,13 +933,19 @@ def dequantize(
         ValueError: an argument does not fit the above.
     """
     op = "dequantize"
+    _require_mxfp8(op, t=t)
+    require_device(op, "t", t.data)
+    _check_config(op, config)
     _require(dtype in INPUT_DTYPES, f"{op}: dtype must be bf16, fp16 or fp32, got {dtype}")
     if out is not None:
+        _require_tensor(op, out=out)
         _require(
             out.shape == t.shape and out.dtype == dtype and out.device == t.device,
             f"{op}: out must be {dtype} {tuple(t.shape)} on {t.device}, got {out.dtype} {tuple(out.shape)} on "
             f"{out.device}",
         )
+        require_distinct(op, "out", out)
+        refuse_overlap(op, out, t=t.data)
     if t.offsets is None and _lies_transposed(t.data if out is None else out):
         return dequantize(t.mT, dtype, out=None if out is None else out.mT, config=config).mT
     if out is None:

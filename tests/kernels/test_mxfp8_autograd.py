@@ -175,8 +175,9 @@ def test_grouped_linear_follows_the_recipe(sizes, kept, device):
     ids=str,
 )
 def test_refuses(change, message, device):
+    change = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
     with pytest.raises(ValueError, match=message):
-        linear(**{"x": torch.zeros(3, 64), "w": torch.zeros(32, 64), **change})
+        linear(**{"x": torch.zeros(3, 64, device=device), "w": torch.zeros(32, 64, device=device), **change})
 
 
 def test_refuses_a_pair_of_one_direction(device):
