@@ -75,8 +75,6 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
     _require(isinstance(x, torch.Tensor), "x", "a tensor", type(x).__name__)
     device = x.device
     _tensor("x", x, 2, DTYPES, device)
-    if x.requires_grad and torch.is_grad_enabled():
-        _require(False, "x", "without a gradient (there is no backward pass: grouped_linear_lora trains)", "one")
     mx = isinstance(w13, MXFP8Tensor)
     _require(isinstance(w2, MXFP8Tensor) == mx, "w2", "MXFP8 where w13 is, dense where it is", type(w2).__name__)
     for name, w in (("w13", w13), ("w2", w2)):
@@ -131,8 +129,22 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
                 f"of one stride {gate.stride()} in gate and up",
                 up.stride(),
             )
+    if torch.is_grad_enabled():
+        _refuse_gradient(x, w13, w2, topk_weights, lora, out)
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"fused_moe: x must be on a CUDA device (or set TRITON_INTERPRET=1), got {device}")
+
+
+def _refuse_gradient(x, w13, w2, topk_weights, lora, out) -> None:
+    operands = {"x": x, "w13": w13, "w2": w2, "topk_weights": topk_weights, "out": out}
+    if lora is not None:
+        (gate_a, up_a), (gate_b, up_b) = lora.gate_up_a, lora.gate_up_b
+        operands |= {"lora.w13_a": gate_a, "lora.w13_a's up": up_a, "lora.w13_b": gate_b, "lora.w13_b's up": up_b}
+        operands |= {"lora.w2_a": lora.w2_a, "lora.w2_b": lora.w2_b}
+    for name, t in operands.items():
+        t = t.data if isinstance(t, MXFP8Tensor) else t
+        wanted = "without a gradient (there is no backward pass: grouped_linear_lora trains)"
+        _require(t is None or not t.requires_grad, name, wanted, "one")
 
 
 def _check_values(topk_weights, experts, lora, expert_map) -> None:
