@@ -366,6 +366,10 @@ def main() -> None:
     m.add_argument("--repeats", type=int, default=15)
     m.set_defaults(run=layer)
     args = parser.parse_args()
+    from engines import need
+
+    bridge = ("megatron.bridge",) if args.command == "curves" else ()
+    need(f"megatron_train.py {args.command}", "megatron.core", *bridge)
     importable()
     args.run(args)
 

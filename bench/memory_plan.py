@@ -13,6 +13,7 @@ from typing import Any
 from beam_moe import BeamMoEConfig
 
 LAYOUTS = {"per-expert": "per_expert", "shared-outer": "shared_outer"}
+KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
 RUNTIME = 5 << 30
 """Estimate: CUDA context, NCCL's and the custom all-reduce's buffers, CUDA graphs, the allocator's slack."""
 BLOCK = 16
@@ -82,12 +83,21 @@ def plan(
         batch_tokens: most tokens in a batch.
 
     Raises:
-        ValueError: a geometry that these sizes do not divide, or an unknown base or layout.
+        ValueError: a geometry that these sizes do not divide, a size below 1, a config without a needed key, or an
+            unknown base or layout.
     """
     if base not in ("bf16", "mxfp8"):
         raise ValueError(f"plan: base must be bf16 or mxfp8, got {base!r}")
     if adapters not in ("none", *LAYOUTS):
         raise ValueError(f"plan: adapters must be none, {', '.join(LAYOUTS)}, got {adapters!r}")
+    given = {"tp": tp, "pp": pp, "slots": slots, "requests": requests, "tokens_each": tokens_each}
+    given |= {"batch_tokens": batch_tokens} | ({} if adapters == "none" else {"rank": rank})
+    for name, n in given.items():
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"plan: {name} must be an integer of at least 1, got {n!r}")
+    if not isinstance(model, Mapping) or any(k not in model for k in KEYS):
+        got = f"one without {sorted(set(KEYS) - set(model))}" if isinstance(model, Mapping) else type(model).__name__
+        raise ValueError(f"plan: model must be Beam's config with {', '.join(KEYS)}, got {got}")
     heads, kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
     for name, n in (("num_attention_heads", heads), ("intermediate_size", model["intermediate_size"])):
         if n % tp:

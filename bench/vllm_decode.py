@@ -764,6 +764,16 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "beam_moe_vllm_decode")
     parser.add_argument("--report", action="store_true", help="print the tables of the committed results")
     opts = parser.parse_args()
+    for name, value in (("tp", opts.tp), ("pp", opts.pp), ("rank", opts.rank), ("repeats", opts.repeats)):
+        if value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
+    if opts.layers is not None and opts.layers < 1:
+        parser.error(f"--layers must be at least 1, got {opts.layers}")
+    for name, value in (("batches", opts.batches), ("ranks", opts.ranks)):
+        if value and not all(part.isdigit() and int(part) > 0 for part in value.split(",")):
+            parser.error(f"--{name} must be integers of at least 1 by comma, got {value}")
+    if opts.plan and not opts.full:
+        parser.error("--plan goes with --full")
     full = opts.full or opts.arch == "beam-full"
     opts.bases = opts.bases or ("mxfp8" if full else "bf16")
     opts.ranks = opts.ranks or ("16,32" if full else str(RANK))
@@ -786,6 +796,10 @@ def main() -> int:
             return 1
         report(with_predictions(with_ratios(rows)))
         return 0
+    if not opts.plan:
+        from engines import need
+
+        need("vllm_decode.py", "vllm")
     if not opts.cell:
         return run_ladder(opts)
     os.chdir(opts.work)  # vLLM's own subprocesses would import a checkout's folders by their bare names

@@ -109,7 +109,6 @@ def generate(folder: Path, tp: int, pp: int, base: bool, out: Path) -> None:
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
-    sys.path.insert(0, str(ROOT / "bench"))
     import vllm_decode
 
     weights = digest(folder)
@@ -271,6 +270,12 @@ def main() -> int:
     parser.add_argument("--base", action="store_true", help="generate without the adapter")
     parser.add_argument("--out", type=Path, help="folder of the generated files, the model's by default")
     opts = parser.parse_args()
+    if str(ROOT / "bench") not in sys.path:
+        sys.path.insert(0, str(ROOT / "bench"))
+    from engines import need
+
+    needed = {"make": ["safetensors"], "generate": ["vllm"], "score": ["safetensors", "transformers"]}
+    need(f"vllm_parity.py {opts.step}", *needed[opts.step])
     opts.folder = opts.folder.resolve()
     out = (opts.out or opts.folder).resolve()
     if opts.step == "make":

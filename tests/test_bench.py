@@ -1,5 +1,6 @@
 """The bench's own arithmetic: a wrong floor, routing or merge would make every published number wrong."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -124,3 +125,59 @@ def test_readme_shows_what_the_results_say(monkeypatch):
     asked = {match[2] for match in readme_table.SECTION.finditer(text)}
     assert asked, "README.md has no generated table"
     assert readme_table.rewritten(text) == text, "run python bench/readme_table.py"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """The other scripts of the folder, as modules by name."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("command", [("megatron_train", "curves"), ("megatron_train", "layer"),
+                                     ("vllm_parity", "generate", "folder"), ("vllm_parity", "score", "folder"),
+                                     ("vllm_decode", "--full", "--tp", "8")])  # fmt: skip
+def test_a_bench_without_its_engine_says_what_to_install(scripts, monkeypatch, capsys, tmp_path, command):
+    engines, module = scripts("engines"), scripts(command[0])
+    monkeypatch.setattr(engines, "_found", lambda name: False)
+    monkeypatch.setattr(module, "importable", lambda *_: None, raising=False)
+    monkeypatch.setattr(module.sys, "argv", list(command))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+    assert f"{command[0]}.py" in (said := capsys.readouterr().err) and "pip install" in said
+
+
+def test_an_engine_that_is_too_old_or_half_there_is_not_found(scripts, monkeypatch):
+    engines = scripts("engines")
+    assert engines._found("json") and not engines._found("no_such_engine.core")
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name)
+    for version, found in (("5.21.9", False), ("5.22.0", True), ("6.0", True)):
+        monkeypatch.setattr(engines.importlib.metadata, "version", lambda name, version=version: version)
+        assert engines._found("transformers") == found
+
+
+@pytest.mark.parametrize("options", ["--tp 0", "--pp 0", "--layers 0", "--ranks 0", "--ranks a", "--batches 8,-1",
+                                     "--repeats 0"])  # fmt: skip
+def test_sizes_below_one_are_refused_before_a_plan(scripts, monkeypatch, capsys, options):
+    """``--pp 0`` once planned no stage at all, which fits everywhere."""
+    module = scripts("vllm_decode")
+    monkeypatch.setattr(module.sys, "argv", ["vllm_decode.py", "--full", "--plan", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2 and options.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "rank", "slots", "requests", "tokens_each", "batch_tokens"])
+@pytest.mark.parametrize("value", [0, -1, None, 1.0, "8", True])
+def test_a_memory_plan_of_no_size_is_refused(scripts, name, value):
+    plan = scripts("memory_plan").plan
+    model = scripts("vllm_decode").model_config("beam-full", 52)
+    options = {"tp": 8, "adapters": "per-expert", "rank": 16}
+    assert plan(model, **options)[0].need > 0
+    with pytest.raises(ValueError, match=f"plan: {name} must be an integer of at least 1, got {value!r}"):
+        plan(model, **{**options, name: value})
+    for bad, got in ((None, "NoneType"), ({k: v for k, v in model.items() if k != "vocab_size"}, "vocab_size")):
+        with pytest.raises(ValueError, match=f"plan: model must be .* got .*{got}"):
+            plan(bad, **options)
