@@ -93,9 +93,11 @@ class LinearAdapters:
         if scale != 1.0 or rest:
             return f"it is called with scale {scale} and {rest}"
         if x.dim() != 2 or y.dim() != 2 or x.dtype != bank.a[0].dtype or y.dtype != x.dtype:
-            return f"{x.dtype} {tuple(x.shape)} goes in and {y.dtype} {tuple(y.shape)} comes out"
-        if x.stride(1) != 1 or y.stride(1) != 1:
-            return f"strides are {x.stride()} and {y.stride()}"
+            # without sizes: a reason is counted and logged once, whatever the batch
+            return f"{x.dim()}-D {x.dtype} goes in and {y.dim()}-D {y.dtype} comes out"
+        for name, t in (("input", x), ("output", y)):
+            if t.stride(1) != 1 or (len(t) > 1 and t.stride(0) < t.shape[1]):
+                return f"strides of its {name} are not those of rows one after another"
         return None
 
     def __call__(

@@ -1,9 +1,9 @@
 """Beam's router under vLLM's MoE runner: fp32 logits and grouped top-k by `grouped_topk`, for small batches.
 
 vLLM's runner launches the gate's GEMM, then the choice: two kernels up to 32 tokens, three above. Here the router takes
-the hidden states, and either answers by our kernel, one launch or two as its table has it, or calls the gate and chooses as
-vLLM does. Which of the two depends on the number of tokens alone. Everything after the choice stays vLLM's: routed
-experts are recorded (R3) and ids converted in `BaseRouter`, whose step is replaced.
+the hidden states, and either answers by our kernel, one launch or two as its table has it, or calls the gate and
+chooses as vLLM does. Which of the two depends on the number of tokens alone. Everything after the choice stays vLLM's:
+routed experts are recorded (R3) and ids converted in `BaseRouter`, whose step is replaced.
 
 A row's logits, ids and weights are the same bits at every size that ours serves, whatever shares its batch. Past
 ``BEAM_MOE_VLLM_ROUTER`` tokens vLLM's fp32 GEMM sums in another order, so a near-tie may fall otherwise there;
@@ -45,6 +45,12 @@ def why_not(router: Any, gate: Any) -> str | None:
         return f"it chooses {router.top_k} of {experts} experts, more than {MAX_TOP_K} of {MAX_EXPERTS}"
     if experts % router.num_expert_group or experts == router.num_expert_group:
         return f"its {experts} experts are not {router.num_expert_group} groups"
+    eligible = router.topk_group * (experts // router.num_expert_group)
+    if not 1 <= router.topk_group <= router.num_expert_group or router.top_k > eligible:
+        return f"it chooses {router.top_k} of the {eligible} experts in {router.topk_group} groups"
+    bias = router.e_score_correction_bias
+    if bias is not None and bias.dtype != torch.float32:
+        return f"its correction bias is {bias.dtype}"
     if router.scoring_func not in SCORING:
         return f"its scores are {router.scoring_func}"
     if router.routed_scaling_factor != 1.0:
@@ -86,7 +92,7 @@ class FusedRouting:
             n_group=router.num_expert_group,
             topk_group=router.topk_group,
             scoring=router.scoring_func,
-            renormalize=router.renormalize,
+            renormalize=bool(router.renormalize),
         )
 
     def __call__(
@@ -99,7 +105,9 @@ class FusedRouting:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(weights, ids)`` of the hidden states; ``router_logits`` is what a runner without gate hands on, unused."""
         if hidden_states.dim() != 2 or hidden_states.stride(1) != 1 or hidden_states.dtype not in PIECES:
-            layout = f"{hidden_states.dtype} {tuple(hidden_states.shape)} with strides {hidden_states.stride()}"
+            # without sizes: a reason is counted and logged once, whatever the batch
+            inner = "" if hidden_states.stride(-1) == 1 else ", not of innermost stride 1"
+            layout = f"{hidden_states.dtype} of {hidden_states.dim()} dimensions{inner}"
             metrics.fell_back("a router", f"its hidden states are {layout}")
         elif hidden_states.shape[0] <= self.limit():
             metrics.calls[metrics.SERVED, "router"] += 1

@@ -164,7 +164,9 @@ def test_large_batches_go_to_vllm(harness, ours, served, monkeypatch):
         ("scale", "scale 0.5"),
         ("stream", "'add_inputs': False"),
         ("dtype", "torch.float32"),
-        ("stride", "strides are"),
+        ("stride", "strides of its input"),
+        ("expanded", "strides of its input"),
+        ("over", "strides of its output"),
     ],
 )
 def test_each_condition_on_a_call(harness, ours, served, monkeypatch, change, reason):
@@ -184,6 +186,10 @@ def test_each_condition_on_a_call(harness, ours, served, monkeypatch, change, re
         rest = {"add_inputs": False}
     elif change == "dtype":
         x = x.float()
+    elif change == "expanded":
+        x = x[:1].expand(2, -1)
+    elif change == "over":
+        y = y[:1].expand(2, -1)
     else:
         x = torch.randn(module.input_size, 2).half().t()
     harness.set_slots(served.manager, [0, 0])

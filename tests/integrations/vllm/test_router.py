@@ -148,7 +148,9 @@ def test_hidden_states_that_do_not_fit(ours, served, monkeypatch):
     routing, x = ours.routing_of(runner), served.x.double()
     monkeypatch.setattr(routing, "__wrapped__", lambda *a, **k: (torch.ones(6, 2), torch.zeros(6, 2).int()))
     select(runner, x)
-    assert any("torch.float64" in detail for path, detail in metrics.calls if path == metrics.FALLBACK)
+    select(runner, x[:3])
+    reasons = {detail: n for (path, detail), n in metrics.calls.items() if path == metrics.FALLBACK}
+    assert reasons == {"its hidden states are torch.float64 of 2 dimensions": 2}
     monkeypatch.setenv("BEAM_MOE_STRICT", "1")
     with pytest.raises(RuntimeError, match="BEAM_MOE_STRICT"):
         select(runner, x)
@@ -167,6 +169,9 @@ def test_hidden_states_that_do_not_fit(ours, served, monkeypatch):
         ({"top_k": 17}, "chooses 17"),
         ({"num_expert_group": 3}, "not 3 groups"),
         ({"num_expert_group": 8}, "not 8 groups"),
+        ({"topk_group": 5}, "in 5 groups"),
+        ({"topk_group": 1, "top_k": 7}, "chooses 7 of the"),
+        ({"e_score_correction_bias": torch.zeros(8).bfloat16()}, "correction bias is torch.bfloat16"),
         ({"scoring_func": "sqrtsoftplus"}, "sqrtsoftplus"),
         ({"routed_scaling_factor": 2.5}, "scaled by 2.5"),
         ({"num_fused_shared_experts": 1}, "shared experts"),
