@@ -308,9 +308,14 @@ class BeamTopKRouter(TopKRouter):
         return _Fp32Linear.apply(input, self.weight)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """megatron-core's count of tokens per expert, which it compiles anew for every router."""
+        """megatron-core's count of tokens per expert, which it compiles anew for every router.
+
+        Args:
+            routing_map: bool (T, E). padding_mask: bool (T,), True for rows that are padding; megatron-core 0.19.2
+                spreads it over experts instead of rows, which fails or, with as many tokens as experts, miscounts.
+        """
         if self.enable_expert_bias and torch.is_grad_enabled():
-            seen = routing_map if padding_mask is None else routing_map & ~padding_mask
+            seen = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
             self.local_tokens_per_expert += seen.sum(0)
 
     def _apply(self, fn, recurse=True):

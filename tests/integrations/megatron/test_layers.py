@@ -1,5 +1,7 @@
 """Beam's layers: packed sequences, LM head, layer spec and the guard rails around it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -258,3 +260,20 @@ def test_norm_and_linear_under_transformer_engines_names(ranks):
     assert names == ["self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.weight"]
     assert equal
     assert_close("logits", want, got, 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_padding_rows_are_not_counted_as_an_experts_tokens(tokens):
+    """Row by row, also where a batch has as many tokens as there are experts; evaluation counts nothing."""
+    from beam_moe.integrations.megatron.layers import BeamTopKRouter
+
+    routing = torch.arange(tokens)[:, None] % 3 == 2 - torch.arange(3)
+    padding = torch.arange(tokens) == 0
+    router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(3))
+    with torch.no_grad():
+        BeamTopKRouter._apply_expert_bias(router, routing)
+    assert not router.local_tokens_per_expert.any()
+    BeamTopKRouter._apply_expert_bias(router, routing)
+    BeamTopKRouter._apply_expert_bias(router, routing, padding)
+    want = routing.sum(0) + routing[1:].sum(0)
+    assert torch.equal(router.local_tokens_per_expert, want.float())
