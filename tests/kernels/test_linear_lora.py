@@ -32,6 +32,8 @@ def ints(values, device):
         pytest.param(3, 64, (40, 40), 64, id="two-slices-rank-64"),
         pytest.param(1, 7, (5,), 3, id="tiny"),
         pytest.param(40, 64, (3000,), 16, id="wide-programs"),
+        pytest.param(17, 257, (7, 1, 65), 63, id="nothing-even"),
+        pytest.param(1024, 5, (3,), 1, id="most-tokens-rank-1"),
     ],
 )
 def test_mixed_batch(device, tokens, hidden, widths, rank):
@@ -63,6 +65,28 @@ def test_factors_beyond_a_live_rank_are_not_used(device):
     add_lora(out, x, a, b, ids, ranks)
     assert_close("out", want, out, 2e-3)
     assert torch.equal(out[[0, 2], 32:], before[[0, 2], 32:]) and torch.equal(out[[1, 3], :32], before[[1, 3], :32])
+
+
+def test_ids_and_ranks_of_any_value(device):
+    """The extremes of int32; a live rank above the bank is the bank's, one below zero is none."""
+    out, x, a, b = operands(device, 6, 40, (24,), 3, 5)
+    low, high = -(2**31), 2**31 - 1
+    ids, ranks = ints([0, 1, 2, 3, high, low], device), ints([[high], [low], [6]], device)
+    want = add_lora_reference(out, x, a, b, ids, ints([[5], [0], [5]], device))
+    before = out.clone()
+    add_lora(out, x, a, b, ids, ranks)
+    assert_close("out", want, out, 2e-3)
+    assert torch.equal(out[[1, 3, 4, 5]], before[[1, 3, 4, 5]]) and not torch.equal(out[2], before[2])
+
+
+def test_a_nan_stays_in_its_row(device):
+    out, x, a, b = operands(device, 4, 40, (24,), 2, 5)
+    x[1] = float("nan")
+    ids, ranks = ints([0, 0, 1, 0], device), ints([[5], [3]], device)
+    want = add_lora_reference(out, x, a, b, ids, ranks)
+    add_lora(out, x, a, b, ids, ranks)
+    assert_close("out", want[[0, 2, 3]], out[[0, 2, 3]], 2e-3)
+    assert bool(out[1].isnan().all())
 
 
 def test_a_row_does_not_depend_on_its_batch(device):
