@@ -10,6 +10,8 @@ vllm_decode.png          decode step of the real engine, stock kernels and ours,
 rl_loop.png              reward by step, trainer against engine with each exact part undone, seconds by phase
 megatron_train.png       loss of every training mode by step
 vllm_decode_full.png     the same of full-size layers over several GPUs, beside a single rank's prediction
+mxfp8_gemm.png           share of each product: of the read floor at decode, of the bf16 library in training
+mxfp8_quantize.png       share of copy bandwidth of each conversion
 """
 
 import sys
@@ -224,7 +226,9 @@ def plot_curves(rows: list[dict], folder: Path) -> None:
         return
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for row in rows:
-        axes[int("lora" in row["mode"])].plot(row["losses"], linewidth=0.8, label=f"{row['mode']}: {row['last_20']:.3f}")
+        axes[int("lora" in row["mode"])].plot(
+            row["losses"], linewidth=0.8, label=f"{row['mode']}: {row['last_20']:.3f}"
+        )
     for axis, title in zip(axes, ("all weights trained", "LoRA, rank 32")):
         axis.set(xlabel="step", ylabel="loss", title=title)
         axis.grid(alpha=0.3)
@@ -232,6 +236,22 @@ def plot_curves(rows: list[dict], folder: Path) -> None:
             axis.legend(fontsize=8, title="mean of the last 20")
     figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
     finish(figure, folder / "megatron_train.png")
+
+
+def plot_shares(rows: list[dict], folder: Path, name: str, title: str) -> None:
+    """A bar for each case, ours and its peer's share of the same floor."""
+    rows = [row for row in rows if row["us"] > 5]  # smaller calls measure the launch
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.24 * len(rows)))
+    places = range(len(rows), 0, -1)
+    axes.barh(places, [100 * row["share"] for row in rows], height=0.7, label="beam-moe")
+    peers = [(y, 100 * r["share"] * r["us"] / r["peer_us"]) for y, r in zip(places, rows) if r["peer_us"]]
+    axes.plot([x for _, x in peers], [y for y, _ in peers], "k|", markersize=9, label="peer of the case")
+    axes.set_yticks(list(places), [row["case"] for row in rows], fontsize=7)
+    axes.set(xlabel="share, %", title=title)
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend(fontsize=8)
+    figure.text(0.01, 0.004, provenance(rows).replace("`", ""), fontsize=6)
+    finish(figure, folder / f"{name}.png")
 
 
 def main() -> None:
@@ -246,6 +266,12 @@ def main() -> None:
         plot_launches(harness.read_rows(folder / "moe_decode_launches.json"), folder)
         plot_loop(harness.read_rows(folder / "rl_loop.json"), folder)
         plot_curves(harness.read_rows(folder / "megatron_train.json"), folder)
+        for bench, title in (
+            ("mxfp8_gemm", "MXFP8 products: of the read floor (decode), of the bf16 library (train)"),
+            ("mxfp8_quantize", "MXFP8 conversions: of copy bandwidth"),
+        ):
+            if rows := harness.read_rows(folder / f"{bench}.json"):
+                plot_shares(rows, folder, bench, title)
 
 
 if __name__ == "__main__":

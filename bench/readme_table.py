@@ -34,9 +34,9 @@ def provenance(rows: list[dict]) -> str:
     """Device, versions and commits of the rows, which may come from several runs."""
     versions = rows[0]["versions"]
     named = ", ".join(f"{name} {versions[name]}" for name in ("driver", "torch", "triton", "vllm") if name in versions)
-    commits = ", ".join(dict.fromkeys(f"`{row['commit']}`" for row in rows))
-    reads = [row["read_tb_s"] for row in rows if row.get("read_tb_s")]
-    read = f"; read bandwidth {min(reads)} to {max(reads)} TB/s" if reads else ""
+    commits = ", ".join(dict.fromkeys(f"`{row['commit'][:10]}`" for row in rows))
+    reads = sorted({row["read_tb_s"] for row in rows if row.get("read_tb_s")})
+    read = f"; read bandwidth {' to '.join(map(str, dict.fromkeys((reads[0], reads[-1]))))} TB/s" if reads else ""
     return f"{rows[0]['device']}; {named}{read}; commit {commits}, {max(row['date'] for row in rows)}."
 
 
@@ -140,8 +140,113 @@ def engine() -> str:
     return table(columns, lines, list(times.values()))
 
 
+def engine_mxfp8() -> str:
+    """The same engine on an MXFP8 base, with and without per-expert adapters."""
+    rows = rows_of("vllm_decode", arch="beam", base="mxfp8", tp=1, pp=1, layers=12, attention_adapter=False)
+    found = {(row["batch"], row["kernels"], row["adapters"]): row for row in rows}
+    if not found:
+        return NONE
+    columns = ["batch", "stock, no adapter", "stock, per-expert", "ours, no adapter", "ours, per-expert"]
+    columns += ["per-expert over stock MXFP8 per-expert", "over stock bf16 per-expert"]
+    lines = []
+    for batch in sorted({batch for batch, *_ in found}, reverse=True):
+        here = [found.get((batch, k, a), {}) for k in ("stock", "ours") for a in ("none", "per-expert")]
+        line = [str(batch), *(us(row.get("us_per_layer")) for row in here)]
+        for key in ("ratio_to_stock_same", "ratio_to_stock_lora"):
+            line.append("-" if here[3].get(key) is None else f"x{here[3][key]:.2f}")
+        lines.append(line)
+    return table(columns, lines, rows)
+
+
+def mxfp8(bench: str, *cases: str) -> str:
+    """Chosen rows of an MXFP8 bench with the peer of each."""
+    by_case = {row["case"]: row for row in rows_of(bench)}
+    rows = [by_case[case] for case in cases if case in by_case]
+    if not rows:
+        return NONE
+    lines = [
+        [
+            row["case"],
+            us(row["us"]),
+            percent(row["share"]),
+            f"{row['peer']} {us(row['peer_us'])}" if row["peer"] else "-",
+        ]
+        for row in rows
+    ]
+    return table(["case", "us", "share", "peer, us"], lines, rows)
+
+
+def router() -> str:
+    """Logits and choice of Beam's router beside vLLM's launches for the same."""
+    rows = [row for row in rows_of("router", model="beam") if row["tokens"] in (1, 8, 16, 32, 64, 256, 4096)]
+    if not rows:
+        return NONE
+    lines = [[str(row["tokens"]), us(row["us"]), us(row["peer_us"])] for row in sorted(rows, key=lambda r: r["tokens"])]
+    return table(["tokens", "us", "vLLM, us"], lines, rows)
+
+
+def training_layer() -> str:
+    """Forward and backward of the experts of one layer in training."""
+    rows = [row for row in rows_of("megatron_train") if row["case"].startswith("layer/")]
+    if not rows:
+        return NONE
+    columns = ["experts", "forward and backward, ms", "peak memory, GiB"]
+    lines = [[row["name"], f"{row['ms']:.2f}", f"{row['peak_gib']:.2f}"] for row in rows]
+    return table(columns, lines, rows)
+
+
+def loop() -> str:
+    """The RL loop: reward, and how far trainer and engine are apart at the first step, with one part undone each."""
+    rows = rows_of("rl_loop")
+    modes = {mode: sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["step"]) for mode in LOOP_MODES}
+    modes = {mode: steps for mode, steps in modes.items() if steps}
+    if not modes:
+        return NONE
+    columns = ["mode", "steps", "reward, first", "reward, last", "router exact", "mean difference of log-probabilities"]
+    columns += ["without router replay", "nor an fp32 router", "head in bf16"]
+    lines = []
+    for mode, steps in modes.items():
+        first = steps[0]
+        line = [mode, str(len(steps)), f"{first['reward']:.3f}", f"{steps[-1]['reward']:.3f}"]
+        line.append("every step" if all(row["router_exact"] for row in steps) else "NOT always")
+        line.append(f"{first['logprob_diff_mean']:.4f}")
+        line += [
+            f"{first['variants'][name]['logprob_diff_mean']:.4f}" for name in ("r3_off", "router_bf16", "head_bf16")
+        ]
+        lines.append(line)
+    return table(columns, lines, [row for steps in modes.values() for row in steps])
+
+
+LOOP_MODES = ("lora", "bf16", "mxfp8")
+SQUARE = "8192x8192/bfloat16"
 TABLES: dict[str, Callable[[], str]] = {
     "vllm_decode": engine,
+    "vllm_decode_mxfp8": engine_mxfp8,
+    "router": router,
+    "megatron_layer": training_layer,
+    "rl_loop": loop,
+    "mxfp8_quantize": lambda: mxfp8(
+        "mxfp8_quantize",
+        *(
+            f"quantize {kind}/{SQUARE}"
+            for kind in ("rowwise", "columnwise", "both", "both, grouped", "rowwise, swizzled")
+        ),
+        f"fake quantize rowwise/{SQUARE}",
+        f"SwiGLU and quantize both/{SQUARE}",
+        f"dequantize rowwise/{SQUARE}",
+    ),
+    "mxfp8_gemm": lambda: mxfp8(
+        "mxfp8_gemm",
+        *(f"decode/8192x8192/{rows}" for rows in (1, 8, 16, 32, 64)),
+        "decode grouped/32x2560x5120/32",
+        *(f"train linear forward/8192x8192/{rows}" for rows in (2048, 4096, 8192)),
+        "train linear forward and backward/8192x8192/8192",
+        *(
+            f"train grouped {what}/32x2560x5120/{rows}"
+            for rows in (8192, 65536)
+            for what in ("forward", "forward, cached", "dgrad", "wgrad", "linear forward")
+        ),
+    ),
     "moe_decode_beam": lambda: decode("beam-1.0", 8, "bf16"),
     "moe_decode_beam_mxfp8": lambda: decode("beam-1.0", 8, "mxfp8"),
     "moe_decode_qwen3": lambda: decode("qwen3-30b-a3b", 1, "bf16"),
