@@ -239,6 +239,7 @@ def _descriptor(t: torch.Tensor, block: list[int]):
     """TMA descriptor of a matrix in blocks, or None where it cannot have one."""
     usable = (
         _capability(t.device)[0] >= 9
+        and t.numel() > 0
         and t.stride(1) == 1
         and (t.shape[0] == 1 or t.stride(0) >= t.shape[1])  # expanded rows have no descriptor
         and t.stride(0) * t.element_size() % 16 == 0

@@ -147,7 +147,7 @@ def test_grouped_topk(tokens, hidden, experts, x_dtype, w_dtype, options, device
 def test_weights_are_not_rounded(device):
     """Experts that differ in the last bit of fp32 alone: bf16, tf32 or two of the three pieces would call it a tie."""
     weight = torch.ones(32, 64, device=device)
-    weight[19] = torch.nextafter(weight[19], torch.tensor(2.0))
+    weight[19] = torch.nextafter(weight[19], torch.tensor(2.0, device=device))
     x = torch.zeros(2, 64, dtype=torch.bfloat16, device=device)
     x[:, 5] = 1.0
     logits = grouped_topk(x, weight, top_k=1, return_logits=True)[2]
