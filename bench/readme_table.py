@@ -176,6 +176,22 @@ def mxfp8(bench: str, *cases: str) -> str:
     return table(["case", "us", "share", "peer, us"], lines, rows)
 
 
+def parity() -> str:
+    """The engine's log-probabilities against the reference's."""
+    rows = [row for row in rows_of("vllm_parity") if row["adapter"]]
+    if not rows:
+        return NONE
+    columns = ["TP, PP", "tokens", "mean difference", "largest", "argmax differs, of clear steps"]
+    columns += ["choices that flip without replay"]
+    lines = []
+    for row in rows:
+        replayed = row["replayed"]
+        line = [f"{row['tp']}, {row['pp']}", str(row["tokens"]), f"{replayed['mean']:.3f}", f"{replayed['max']:.3f}"]
+        line.append(f"{replayed['argmax_disagreements']} of {replayed['clear_steps']}")
+        lines.append([*line, row["own_routes"]["flips"]])
+    return table(columns, lines, rows)
+
+
 def router() -> str:
     """Logits and choice of Beam's router beside vLLM's launches for the same."""
     rows = [row for row in rows_of("router", model="beam") if row["tokens"] in (1, 8, 16, 32, 64, 256, 4096)]
@@ -223,6 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_decode": engine,
     "vllm_decode_mxfp8": engine_mxfp8,
     "router": router,
+    "vllm_parity": parity,
     "megatron_layer": training_layer,
     "rl_loop": loop,
     "mxfp8_quantize": lambda: mxfp8(
