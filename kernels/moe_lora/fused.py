@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any
 
 import torch
 import triton
 
 from beam_moe import env
+from beam_moe.kernels.checks import require_device
 from beam_moe.kernels.moe_lora.activate import _activate_kernel
 from beam_moe.kernels.moe_lora.bank import ExpertLoRA
 from beam_moe.kernels.moe_lora.combine import _combine_kernel
@@ -131,8 +131,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
             )
     if torch.is_grad_enabled():
         _refuse_gradient(x, w13, w2, topk_weights, lora, out)
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"fused_moe: x must be on a CUDA device (or set TRITON_INTERPRET=1), got {device}")
+    require_device("fused_moe", "x", x)
 
 
 def _refuse_gradient(x, w13, w2, topk_weights, lora, out) -> None:

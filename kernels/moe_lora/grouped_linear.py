@@ -20,7 +20,6 @@ of rows, then over the runs in ascending order.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from beam_moe import env
 from beam_moe.kernels import tuning
+from beam_moe.kernels.checks import require_device
 from beam_moe.kernels.moe_lora.fused import _on_device
 from beam_moe.kernels.mxfp8.decode_block import settled
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
@@ -556,9 +556,7 @@ def _check(x, w, offsets, a, b, scale, mxfp8, out_dtype) -> None:
     _require(offsets.device == device, "offsets", f"on x's device {device}", offsets.device)
     _require(isinstance(scale, (int, float)) and math.isfinite(scale), "scale", "a finite number", scale)
     _require(out_dtype in DTYPES, "out_dtype", "bf16, fp16 or fp32", out_dtype)
-    if device.type != "cuda":
-        soft = os.environ.get("TRITON_INTERPRET") == "1"
-        _require(soft, "x", "on a CUDA device (or set TRITON_INTERPRET=1)", device)
+    require_device("grouped_linear_lora", "x", x)
     if env.flag("CHECK"):
         ends = offsets.tolist()
         fits = ends[0] == 0 and ends == sorted(ends) and ends[-1] <= x.shape[0]

@@ -96,7 +96,7 @@ def to_meta(t):
     return MXFP8Tensor(t.data.to("meta"), t.scale.to("meta"), t.axis) if isinstance(t, MXFP8Tensor) else t.to("meta")
 
 
-@pytest.mark.parametrize("name", (*FORWARD, *TRAINED, "dequantize", "prepare"))
+@pytest.mark.parametrize("name", (*FORWARD, *TRAINED, "dequantize", "prepare", "fused_moe"))
 def test_operands_without_memory_are_refused(device, name):
     function, operands = operations(device)[name]
     with pytest.raises(ValueError, match=rf"^{name}: \w+ must be on a GPU.*got meta"):
