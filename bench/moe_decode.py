@@ -447,7 +447,7 @@ def groups_of(cases: list[Case]) -> Iterator[tuple[str, list[Case]]]:
 
 
 def run_grid(cases: list[Case], peer: bool, rounds: int, save: bool) -> tuple[list[dict], list[str]]:
-    """Rows of all cases, written after each group, and the messages of those that failed."""
+    """Rows of all cases, each written as it is there, and the messages of those that failed."""
     from rich.progress import Progress
 
     rows: list[dict] = []
@@ -466,10 +466,11 @@ def run_grid(cases: list[Case], peer: bool, rounds: int, save: bool) -> tuple[li
                 except Exception as failure:  # one bad case must not cost the others their place on the machine
                     failures.append(f"{case.key}: {type(failure).__name__}: {failure}")
                     print(failures[-1], file=sys.stderr, flush=True)
-            add_tax(done)
+                    continue
+                add_tax(done)
+                if save:  # a run that is cut short keeps what it measured
+                    harness.write_rows("moe_decode", done[-1:])
             rows += done
-            if save and done:
-                harness.write_rows("moe_decode", done)
             print_rows(group, done)
             del layers, peers
             torch.cuda.empty_cache()
@@ -501,8 +502,7 @@ def print_rows(title: str, rows: list[dict]) -> None:
 
 
 def run_launches(cases: list[Case], peer: bool, save: bool) -> None:
-    """Kernel time by launch, ours and the peer's, of each case."""
-    rows = []
+    """Kernel time by launch, ours and the peer's, of each case, written as it is there."""
     for _, members in groups_of(in_order(cases)):
         most = max(case.tokens for case in members)
         layers = Layers(members[0], harness.device(), torch.bfloat16, most)
@@ -514,10 +514,9 @@ def run_launches(cases: list[Case], peer: bool, save: bool) -> None:
             row |= {"us": harness.time_us(bound.ours())["us"], "launches": harness.kernel_us(bound.ours())}
             if bound.peer:
                 row |= {"peer_us": harness.time_us(bound.peer)["us"], "peer_launches": harness.kernel_us(bound.peer)}
-            rows.append(row)
             harness.print_table(case.key, ("launch", "us"), row["launches"].items())
-    if save:
-        harness.write_rows("moe_decode_launches", rows)
+            if save:
+                harness.write_rows("moe_decode_launches", [row])
 
 
 _compiled: dict[str, tuple[Layers, list]] = {}  # the operands of one group, kept between a worker's cases

@@ -593,7 +593,7 @@ def run_ladder(opts: argparse.Namespace) -> int:
     if not free:
         print(f"needs {per_cell} GPUs, sees {len(names)}")
         return 1
-    logs = Path(os.environ.get("OUT") or opts.work).resolve() / "vllm_decode_logs"
+    logs = opts.work.resolve() / "vllm_decode_logs"
     logs.mkdir(parents=True, exist_ok=True)
     print(f"{len(waiting)} cells on {len(free)} x {per_cell} GPU; logs in {logs}", flush=True)
     deadline = time.monotonic() + opts.budget
