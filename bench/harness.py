@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -37,6 +37,8 @@ import triton.language as tl
 
 from beam_moe.kernels.tuning import device_folder, device_name
 from beam_moe.testing import error_ratio
+
+START = time.monotonic()
 
 ROOT = Path(__file__).resolve().parents[1]
 H200_READ_TB_S = 4.42  # the largest read bandwidth measured on an NVIDIA H200; no floor here assumes less
@@ -283,6 +285,42 @@ def compile_pool(jobs: int = -1) -> ProcessPoolExecutor:
     if jobs < 0:
         jobs = max(1, min(12, (os.cpu_count() or 4) - 4))
     return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+
+def say(text: str) -> None:
+    """A line of progress, with the seconds since the process began."""
+    print(f"{time.monotonic() - START:6.1f} s  {text}", flush=True)
+
+
+def complain(name: str, failure: Exception) -> None:
+    """What failed and why, on one line: a run goes on without it."""
+    print(f"{name}: {type(failure).__name__}: {failure}"[:400].replace("\n", " "), file=sys.stderr, flush=True)
+
+
+def compile_ahead(jobs: int, work: Sequence[tuple], seconds: float = 60.0) -> None:
+    """Run ``work`` (function and arguments) in `compile_pool`'s processes, for at most ``seconds``.
+
+    What is not compiled by then, or fails here, compiles when its turn comes.
+    """
+    if not jobs or not work:
+        return
+    pool = compile_pool(jobs)
+    futures = [pool.submit(*item) for item in work]
+    done = 0
+    try:
+        for future in as_completed(futures, timeout=seconds):
+            if future.exception() is not None:
+                complain("compiling ahead", future.exception())
+            done += 1
+            if done % 8 == 0:
+                say(f"compiling: {done} of {len(work)} parts")
+    except TimeoutError:
+        pass
+    if done < len(work):  # what still compiles or launches would disturb the times
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+    pool.shutdown(wait=False, cancel_futures=True)
+    say(f"compiled {done} of {len(work)} parts")
 
 
 # --- gate, rows, tables

@@ -18,10 +18,7 @@ GPU small cases are compared in Triton's interpreter and nothing is written.
 import dataclasses
 import importlib.util
 import multiprocessing
-import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 
 import harness
@@ -49,8 +46,6 @@ from beam_moe.kernels.mxfp8.grouped import grouped_matmul
 BF16 = torch.bfloat16
 LIMIT = 3e-3  # one rounding to bf16 is 1.7e-3
 EXPERTS = 32
-COMPILE_S = 60.0  # what is not compiled by then compiles when its turn comes
-START = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -105,14 +100,6 @@ def offsets_for(rows: int, groups: int) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int32), ends]).to(harness.device(), torch.int32)
 
 
-def say(text: str) -> None:
-    print(f"{time.monotonic() - START:6.1f} s  {text}", flush=True)
-
-
-def complain(name: str, failure: Exception) -> None:
-    print(f"{name}: {type(failure).__name__}: {failure}"[:400].replace("\n", " "), file=sys.stderr, flush=True)
-
-
 def in_worker() -> bool:
     """Whether this process only compiles: it needs one operand set and no peer."""
     return multiprocessing.parent_process() is not None
@@ -147,7 +134,7 @@ def marlin_or_none(b: MXFP8Tensor) -> Callable | None:
     try:
         return None if in_worker() else marlin(b)
     except Exception as failure:  # a broken or partial install: the peer is left out, with its reason
-        complain("vllm Marlin", failure)
+        harness.complain("vllm Marlin", failure)
         return None
 
 
@@ -377,7 +364,7 @@ def measure(case: Case, rounds: int) -> dict:
             harness.time_us(calls, rounds=1, target_ms=0.1)  # one that no graph holds shows here
             providers[name] = calls
         except Exception as failure:  # a peer that does not run here, or is wrong, has no time
-            complain(f"{case.key}: {name}", failure)
+            harness.complain(f"{case.key}: {name}", failure)
     del want
     peak, least = peak_bytes(lambda: bound.ours(*bound.sets[0]))
     times = harness.time_many_us(providers, rounds)
@@ -516,30 +503,6 @@ def compile_cases(cases: tuple[Case, ...]) -> None:
             torch.cuda.empty_cache()
 
 
-def compile_ahead(jobs: int, work: list[tuple]) -> None:
-    """Run ``work`` (function and arguments) in processes, for as long as `COMPILE_S`."""
-    if not jobs or not work:
-        return
-    pool = harness.compile_pool(jobs)
-    futures = [pool.submit(*item) for item in work]
-    done = 0
-    try:
-        for future in as_completed(futures, timeout=COMPILE_S):
-            future.result()
-            done += 1
-            if done % 8 == 0:
-                say(f"compiling: {done} of {len(work)} parts")
-    except TimeoutError:
-        pass
-    except Exception as failure:  # a worker that died: its kernels compile later, one by one
-        complain("compiling ahead", failure)
-    if done < len(work):  # what still compiles or launches would disturb the times
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-    pool.shutdown(wait=False, cancel_futures=True)
-    say(f"compiled {done} of {len(work)} parts")
-
-
 def time_candidates(target: Target, bound: Bound) -> dict[GemmConfig, float]:
     """Microseconds of every candidate whose result is right."""
     want = bound.reference(*bound.sets[0])
@@ -550,12 +513,14 @@ def time_candidates(target: Target, bound: Bound) -> dict[GemmConfig, float]:
             check("result", want, call(*bound.sets[0]))
             times[config] = harness.time_us(rotated(call, bound.sets), rounds=7, target_ms=1.0)["us"]
         except Exception as failure:  # too much shared memory, a shape the compiler refuses, a wrong result
-            complain(f"{target.case.key} {config}", failure)
+            harness.complain(f"{target.case.key} {config}", failure)
     return times
 
 
 def sweep(work: list[Target], jobs: int, save: bool) -> None:
-    compile_ahead(jobs, [(compile_target, t, t.candidates[i::4]) for t in work for i in range(4) if t.candidates[i::4]])
+    harness.compile_ahead(
+        jobs, [(compile_target, t, t.candidates[i::4]) for t in work for i in range(4) if t.candidates[i::4]]
+    )
     for target in work:
         case, bound = target.case, operands(target)
         times = time_candidates(target, bound)
@@ -571,7 +536,7 @@ def sweep(work: list[Target], jobs: int, save: bool) -> None:
                 + (f" {100 * floor / times[c]:.0f}%" if floor else "")
                 for c in ranked[:4]
             )
-            say(f"{case.key} {'prepared' if prepared else 'bf16 only'}: {shown} | {peer}")
+            harness.say(f"{case.key} {'prepared' if prepared else 'bf16 only'}: {shown} | {peer}")
             shape = {"n": case.n, "k": case.k, "route": "fp16" if prepared else "bf16"}
             rows = case.rows
             if case.groups:
@@ -630,18 +595,18 @@ def main(
     cases = [c for c in GRID if chosen(c, only)]
     if not cases:
         raise typer.BadParameter("no case of the grid is left")
-    compile_ahead(jobs, [(compile_cases, tuple(cases[i::12])) for i in range(min(12, len(cases)))])
+    harness.compile_ahead(jobs, [(compile_cases, tuple(cases[i::12])) for i in range(min(12, len(cases)))])
     rows, failures = [], 0
     for case in cases:
         try:
             row = measure(case, rounds)
             rows.append(row)
-            say(f"{case.key}: {row['us']} us, {100 * row['share']:.1f} % | {row['peers_us']}")
+            harness.say(f"{case.key}: {row['us']} us, {100 * row['share']:.1f} % | {row['peers_us']}")
             if save:
                 harness.write_rows("mxfp8_gemm", [row])
         except Exception as failure:  # the other cases still have something to say
             failures += 1
-            complain(case.key, failure)
+            harness.complain(case.key, failure)
         torch.cuda.empty_cache()
     print_rows(rows)
     if save:

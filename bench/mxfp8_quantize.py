@@ -14,11 +14,8 @@ measured. Without a GPU small cases run in Triton's interpreter against the refe
 """
 
 import dataclasses
-import sys
-import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import as_completed
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -46,16 +43,6 @@ kernels = import_module("beam_moe.kernels.mxfp8.quantize")  # the package export
 GROUPS = 32  # local experts of a grouped case
 SWIGLU_LIMIT = 3e-3  # error ratio after quantising: the last bit of a sigmoid may move an element by a step
 PEER_LIMIT = 1e-3
-COMPILE_S = 60.0  # what is not compiled by then compiles when its turn comes
-START = time.monotonic()
-
-
-def say(text: str) -> None:
-    print(f"{time.monotonic() - START:6.1f} s  {text}", flush=True)
-
-
-def complain(name: str, failure: Exception) -> None:
-    print(f"{name}: {type(failure).__name__}: {failure}"[:400].replace("\n", " "), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -301,14 +288,14 @@ def torchao_peers() -> dict[str, Peer]:
     except ImportError:
         return {}
     except Exception as failure:  # built for another torch
-        complain("torchao", failure)
+        harness.complain("torchao", failure)
         return {}
     real = torchao.utils.is_sm_at_least_100
     torchao.utils.is_sm_at_least_100 = lambda: True
     try:
         from torchao.prototype.mx_formats.kernels import triton_to_mxfp8_dim0, triton_to_mxfp8_dim1
     except Exception as failure:
-        complain("torchao", failure)
+        harness.complain("torchao", failure)
         return {}
     finally:
         torchao.utils.is_sm_at_least_100 = real
@@ -409,7 +396,7 @@ def measure(case: Case, found: dict[str, dict[str, Peer]], rounds: int) -> dict:
             harness.time_us(calls, rounds=1, target_ms=0.1)  # one that no graph holds shows here
             providers[name] = calls
         except Exception as failure:  # a peer that does not run here, or is wrong, has no time
-            complain(f"{case.key}: {name}", failure)
+            harness.complain(f"{case.key}: {name}", failure)
     del want
     times = harness.time_many_us(providers, rounds)
     ours, size = times.pop("beam_moe"), case.dtype.itemsize
@@ -500,27 +487,6 @@ def compile_peer(case: Case) -> None:
         torch.cuda.synchronize()
 
 
-def compile_ahead(jobs: int, work: list[tuple]) -> None:
-    """Run ``work`` (function and arguments) in processes, for as long as `COMPILE_S`."""
-    if not jobs:
-        return
-    pool = harness.compile_pool(jobs)
-    futures = [pool.submit(*item) for item in work]
-    done = 0
-    try:
-        for future in as_completed(futures, timeout=COMPILE_S):
-            done += 1
-            if future.exception() is not None:
-                complain("compiling ahead", future.exception())
-    except TimeoutError:
-        pass
-    if done < len(work):  # what still compiles or launches would disturb the times
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-    pool.shutdown(wait=False, cancel_futures=True)
-    say(f"compiled {done} of {len(work)} parts")
-
-
 def sweep(dtypes: list[torch.dtype], shape: tuple[int, int], jobs: int, save: bool) -> None:
     """Time every configuration of every tuned operation, print them by time, keep the fastest right one."""
     work = [
@@ -529,7 +495,7 @@ def sweep(dtypes: list[torch.dtype], shape: tuple[int, int], jobs: int, save: bo
         for dtype in dtypes
     ]
     named = [(tuned_operations()[what][0], dtype, configs) for what, dtype, configs in work]
-    compile_ahead(jobs, [(compile_configs, n, d, c[i::2]) for n, d, c in named for i in range(2)])
+    harness.compile_ahead(jobs, [(compile_configs, n, d, c[i::2]) for n, d, c in named for i in range(2)])
     for what, dtype, configs in work:
         name, operation = tuned_operations()[what]
         case = Case(name, shape, dtype)
@@ -539,7 +505,7 @@ def sweep(dtypes: list[torch.dtype], shape: tuple[int, int], jobs: int, save: bo
             want = operation.call(configs[0], *sets[0])
             check(case, operation, want, operation.reference(*sets[0]))
         except Exception as failure:
-            complain(f"{what}: no right result to compare with", failure)
+            harness.complain(f"{what}: no right result to compare with", failure)
             continue
         for config in configs:
             try:  # all agree with the first to the bit, which agrees with the reference as the operation can
@@ -547,13 +513,13 @@ def sweep(dtypes: list[torch.dtype], shape: tuple[int, int], jobs: int, save: bo
                 calls = rotated(lambda *a, c=config, o=operation: o.call(c, *a), sets)
                 times[config] = harness.time_us(calls, rounds=7, target_ms=1.5)["us"]
             except Exception as failure:
-                complain(f"{what} {config}", failure)
+                harness.complain(f"{what} {config}", failure)
         if not times:
             continue
         floor = case.numbers * operation.moved(dtype.itemsize) / harness.ceilings()["copy_tb_s"] / 1e6
         ranked = sorted(times, key=times.__getitem__)
         shown = "  ".join(f"{c.block_m}x{c.block_n}w{c.num_warps} {100 * floor / times[c]:.1f}%" for c in ranked)
-        say(f"{what} {dtype.itemsize}B, floor {floor:.1f} us: {shown}")
+        harness.say(f"{what} {dtype.itemsize}B, floor {floor:.1f} us: {shown}")
         entry = {
             "shape": {"what": what, "bytes": dtype.itemsize},
             "rows": shape[0],
@@ -606,7 +572,7 @@ def main(
     found = peers() if peer else {}
     if len(cases) > 4:
         ahead: list[tuple] = [(compile_peer, case) for case in cases if peer and case in QUICK]
-        compile_ahead(
+        harness.compile_ahead(
             jobs, ahead + [(compile_configs, *w, [None]) for w in dict.fromkeys((c.what, c.dtype) for c in cases)]
         )
     rows, failures = [copy_row()], 0
@@ -616,12 +582,12 @@ def main(
         try:
             row = measure(case, found, rounds)
             rows.append(row)
-            say(f"{case.key}: {row['us']} us, {100 * row['share']:.1f} % | {row['peers_us']}")
+            harness.say(f"{case.key}: {row['us']} us, {100 * row['share']:.1f} % | {row['peers_us']}")
             if save:
                 harness.write_rows("mxfp8_quantize", [row])
         except Exception as failure:  # the other cases still have something to say
             failures += 1
-            complain(case.key, failure)
+            harness.complain(case.key, failure)
         torch.cuda.empty_cache()
     print_rows(rows)
     if save:

@@ -15,7 +15,6 @@ an adapter are neither read nor written. Where no slot has factors in its slice,
 captured with this launch costs little while no loaded adapter touches the layer.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from beam_moe import env
 from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
+from beam_moe.kernels.launch import supports_pdl
 from beam_moe.kernels.moe_lora.pipeline import dot, let_next_start, load_ranks, wait_for_previous
 
 MAX_TOKENS = 1024
@@ -122,11 +121,6 @@ def _add_lora_kernel(
         first_column += WIDTHS[s]
 
 
-@functools.cache
-def _supports_pdl(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index)[0] >= 9 and env.flag("PDL")
-
-
 def _fail(argument: str, wanted: str, got: object) -> None:
     raise ValueError(f"add_lora: {argument} must be {wanted}, got {got}")
 
@@ -217,7 +211,7 @@ def add_lora(
         return
     widths = tuple(t.shape[1] for t in b)
     block_n = launch_form(tokens, widths)
-    pdl = x.device.type == "cuda" and _supports_pdl(x.device.index)
+    pdl = supports_pdl(x.device)
     extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     with torch.cuda.device_of(x):
         _add_lora_kernel[(sum(triton.cdiv(w, block_n) for w in widths), triton.cdiv(tokens, _BLOCK_M))](

@@ -29,6 +29,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from beam_moe.kernels import tuning
 from beam_moe.kernels.checks import refuse_gradient
+from beam_moe.kernels.launch import supports_pdl
 
 OP = "router"
 MAX_EXPERTS = 1024
@@ -489,11 +490,6 @@ class _Counters:
 _counters = _Counters()
 
 
-@functools.cache
-def _supports_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def _launch_route(planes, logits, bias, constants, weights, ids, pdl=False) -> None:
     """``planes`` (PLANES, T, E) with innermost stride 1; ``constants`` as `_choice_constants` gives them."""
     count, tokens, experts = planes.shape
@@ -526,7 +522,7 @@ def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, ren
         planes = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     constants = _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize)
     rows = _fused_rows(tokens, constants["GROUPS_P2"] * constants["GROUP_P2"], block_t) if fused else 1
-    pdl = _supports_pdl(x.device)
+    pdl = supports_pdl(x.device)
     with torch.cuda.device_of(x):
         _logits_kernel[(blocks_e, blocks_t, len(planes))](
             x, gate_weight, bias, planes, logits, weights, ids, counters,

@@ -17,7 +17,6 @@ that chose it, and each launch starts while the one before drains. Weights in MX
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -26,6 +25,7 @@ import triton
 
 from beam_moe import env
 from beam_moe.kernels.checks import require_device
+from beam_moe.kernels.launch import supports_pdl
 from beam_moe.kernels.moe_lora.activate import _activate_kernel
 from beam_moe.kernels.moe_lora.bank import ExpertLoRA
 from beam_moe.kernels.moe_lora.combine import _combine_kernel
@@ -157,11 +157,6 @@ def _check_values(topk_weights, experts, lora, expert_map) -> None:
         _require(0 <= low and high <= lora.rank, "lora.ranks", f"within 0..{lora.rank}", f"{low}..{high}")
 
 
-@functools.cache
-def _supports_pdl(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index)[0] >= 9 and env.flag("PDL")
-
-
 def _offset(base: torch.Tensor, other: torch.Tensor) -> int:
     return (other.data_ptr() - base.data_ptr()) // base.element_size()
 
@@ -184,7 +179,7 @@ def _run(
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     experts, inter = w2.shape[0], w2.shape[2]
     pairs = tokens * top_k
-    pdl = x.device.type == "cuda" and _supports_pdl(x.device.index)
+    pdl = supports_pdl(x.device)
     extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     blocks = cfg.blocks(pairs, experts)
     block_p = {"plan": 0, "direct": 1, "search": max(16, triton.next_power_of_2(pairs))}[cfg.rows]

@@ -36,6 +36,7 @@ import triton.language as tl
 
 from beam_moe.kernels import tuning
 from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
+from beam_moe.kernels.launch import supports_pdl
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows
 from beam_moe.kernels.mxfp8.format import (
     BLOCK,
@@ -53,7 +54,6 @@ ROUTES = ("bf16", "fp16", "dequantize", "native")
 ROW_CLASSES = (16, 32, 64, 128)
 DECODE_ROWS = 64
 DEQUANTIZE_ROWS = 512  # from here on a dequantised copy and cuBLAS beat decoding in registers
-_PDL = hasattr(tl.extra.cuda, "gdc_wait")
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
     soft = _soft(x.device)
     fp16 = config.route == "fp16"
     normalized = fp16 and x.dtype == torch.bfloat16
-    pdl = _PDL and _capability(x.device)[0] >= 9
+    pdl = supports_pdl(x.device)
     xn, tokens = normalize_rows(x, pdl=pdl) if normalized else (x, None)
     codes = b.data.view(torch.uint8)
     turned = codes.stride(1) != 1
