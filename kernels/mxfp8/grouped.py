@@ -18,10 +18,10 @@ import triton.language as tl
 from beam_moe import env
 from beam_moe.kernels import tuning
 from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
+from beam_moe.kernels.launch import supports_pdl
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows, weights_bf16
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_mxfp8, _require_tensor
 from beam_moe.kernels.mxfp8.gemm import (
-    _PDL,
     DECODE_ROWS,
     OUT_DTYPES,
     ROW_CLASSES,
@@ -189,7 +189,7 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, offsets, bias, out: torch.Tensor, co
     soft = _soft(x.device)
     fp16 = config.route == "fp16"
     normalized = fp16 and x.dtype == torch.bfloat16
-    pdl = _PDL and _capability(x.device)[0] >= 9 and normalized
+    pdl = normalized and supports_pdl(x.device)
     xn, tokens = normalize_rows(x, pdl=pdl) if normalized else (x, None)
     codes = b.data.view(torch.uint8)
     x_desc, w_desc = _descriptor(xn, [config.bm, config.bk]), None
