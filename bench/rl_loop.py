@@ -16,7 +16,7 @@ engine that fails or ends stops the loop with the engine's traceback, or the end
 
 Each step logs the reward, seconds by phase, and how far the trainer's log-probabilities of the generated tokens lie
 from the engine's: with router replay, router and LM head in fp32 (the default on both sides), and, every
-``--compare-every`` steps, with one of them undone in the trainer. ``rounding`` in the last row says what bf16 explains:
+``--compare-every`` steps, with one of them undone in the trainer. ``rounding``, first and last, is what bf16 explains:
 the same weights and tokens in fp32 arithmetic, against the bf16 trainer and against the engine. Rows are written as
 each step ends; ``--minutes`` ends the loop in time.
 """
@@ -636,7 +636,7 @@ def loop(args: argparse.Namespace, host: Engine | None, checkpoint: Path, harnes
                         other = whole(trainer.schedule(trainer.chunks, batch, replay))
                     row["variants"][what] = difference(other, batch["logprobs"])
                 lap("compare")
-            if last:
+            if last or number == 0:  # a policy that has become certain leaves rounding nothing to show
                 exactly = whole(trainer.in_fp32(batch))
                 row["rounding"] = {
                     "trainer": difference(ours, exactly),
