@@ -251,6 +251,8 @@ def mxfp8():
         for a in (empty(rows, 512), q.quantize(empty(rows, 512))):
             gemm(a, row)
             gemm(a, ready)
+            if rows <= 64:
+                gemm(a, ready, config=GemmConfig("fp16", max(16, rows), 64, 256 if rows < 64 else 128, 2, 4, 3))
         gemm(empty(rows, 384), col.mT)
     gemm(empty(5, 512, dtype=torch.float16), ready, bias=empty(384))
     experts, experts_ready = q.quantize(empty(3, 384, 512)), prepare(q.quantize(empty(3, 384, 512)))
