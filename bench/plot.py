@@ -224,16 +224,17 @@ def plot_curves(rows: list[dict], folder: Path) -> None:
     rows = [r for r in rows if "losses" in r]
     if not rows:
         return
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    groups = {"all weights trained": [], "LoRA, rank 32": []}
     for row in rows:
-        axes[int("lora" in row["mode"])].plot(
-            row["losses"], linewidth=0.8, label=f"{row['mode']}: {row['last_20']:.3f}"
-        )
-    for axis, title in zip(axes, ("all weights trained", "LoRA, rank 32")):
+        groups[list(groups)["lora" in row["mode"]]].append(row)
+    groups = {title: members for title, members in groups.items() if members}
+    figure, axes = plt.subplots(1, len(groups), figsize=(6 * len(groups), 4.2), sharey=True, squeeze=False)
+    for axis, (title, members) in zip(axes[0], groups.items()):
+        for row in members:
+            axis.plot(row["losses"], linewidth=0.8, label=f"{row['mode']}: {row['last_20']:.3f}")
         axis.set(xlabel="step", ylabel="loss", title=title)
         axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8, title="mean of the last 20")
+        axis.legend(fontsize=8, title="mean of the last 20")
     figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
     finish(figure, folder / "megatron_train.png")
 
