@@ -5,13 +5,56 @@ filters it as any plugin. `seams` lists everything of vLLM that is touched.
 """
 
 import logging
+from typing import Any
 
 from beam_moe import env
 from beam_moe.integrations.vllm import seams
 
 ARCHITECTURE = "BeamForCausalLM"
 MODEL = "beam_moe.integrations.vllm.model:BeamForCausalLM"
+QUANTIZATION = "beam_mxfp8"
+"""Our name for ``--quantization``: vLLM's online MXFP8, and the promise that every expert runs on our kernel."""
 _done = False
+
+
+def register_quantization() -> None:
+    """Make `QUANTIZATION` known to vLLM. Re-entrant; vLLM's layers are imported once an engine asks for the name."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    class OnDemand(QuantizationConfig):
+        """Stands in vLLM's table for `quantization.BeamMxfp8Config`, which an instance of this class is."""
+
+        def __new__(cls) -> Any:
+            from beam_moe.integrations.vllm.quantization import BeamMxfp8Config
+
+            return BeamMxfp8Config.online()
+
+        def get_name(self) -> Any:
+            return QUANTIZATION
+
+        def get_supported_act_dtypes(self) -> list[Any]:
+            return []
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Any:
+            raise ValueError(
+                f"--quantization {QUANTIZATION} quantises unquantised weights, but the checkpoint's configuration says "
+                f"quant_method={config.get('quant_method')!r}"
+            )
+
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            return None
+
+    register_quantization_config(QUANTIZATION)(OnDemand)
 
 
 def register() -> None:
@@ -34,6 +77,7 @@ def register() -> None:
     from beam_moe.integrations.vllm import kv_reuse, replay
 
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    register_quantization()
     replay.allow_pipeline_parallelism()
     kv_reuse.tell_generations_apart()
     others = env.text("VLLM").strip()

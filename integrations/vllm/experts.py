@@ -67,6 +67,11 @@ def why_not(moe_config: Any, quant_config: Any, activation_config: Any) -> str |
     return None
 
 
+def broken_promise(layer: str, reason: str) -> ValueError:
+    """The error of ``--quantization beam_mxfp8`` where our kernel cannot serve ``layer``."""
+    return ValueError(f"--quantization beam_mxfp8: beam-moe's kernel cannot serve {layer}: {reason}")
+
+
 class _FusedExperts:
     """What dense and MXFP8 experts share; mixed in before one of vLLM's experts classes."""
 
@@ -76,6 +81,8 @@ class _FusedExperts:
     """Whether vLLM's own path must round SwiGLU once too, as the model's reference does."""
     base: ClassVar[str] = "dense"
     """The kind of weights, as `MoEConfig.pick` takes it."""
+    promised: ClassVar[str] = ""
+    """Name of a layer that must be ours: what would fall back is a ValueError that names it."""
     max_tokens: int = 0
     """Most tokens per call that our kernel serves; larger calls go to vLLM's experts."""
 
@@ -87,6 +94,8 @@ class _FusedExperts:
     def _start(self) -> None:
         self.reason: str | None = why_not(self.moe_config, self.quant_config, self.activation_config)
         self.reason = self.reason or self._why_not_weights()
+        if self.promised and self.reason is not None:
+            raise broken_promise(self.promised, self.reason)
         self.no_bank: str | None = None
         self.bank: ExpertLoRA | None = None
         self.ranks: torch.Tensor | None = None
@@ -115,6 +124,8 @@ class _FusedExperts:
         meta = getattr(ctx.punica_wrapper, "token_mapping_meta", None)
         if meta is None:
             self.no_bank = f"{type(ctx.punica_wrapper).__name__} keeps no map from tokens to slots on the device"
+        if self.promised and self.no_bank is not None:
+            raise broken_promise(self.promised, self.no_bank)
         if self.reason is not None or self.no_bank is not None:
             return
         a, b = ctx.w13_lora_a_stacked, ctx.w13_lora_b_stacked
@@ -204,6 +215,8 @@ class _FusedExperts:
         rows = hidden_states.shape[0]
         reason = self.reason or self._why_not_call(topk_weights, topk_ids, apply_router_weight_on_input)
         if reason is not None:
+            if self.promised:
+                raise broken_promise(self.promised, reason)
             metrics.fell_back("an MoE layer", reason)
         elif rows <= self.limit():
             lora, lora_ids = self._lora(rows)
@@ -396,6 +409,18 @@ def follow_ranks() -> None:
     patch(FusedMoEWithLoRA, "reset_lora", tuple)
 
 
+def give_mxfp8(method: Any, **options: Any) -> bool:
+    """Make one of `MXFP8_METHODS` build its kernel from our experts with these class options; False for another."""
+    names = next((names for cls, names in MXFP8_METHODS.items() if isinstance(method, cls)), None)
+    if names is None:
+        return False
+    method.experts_cls = BeamMxfp8Experts.configured(promised=getattr(method, "promised", ""), **options)
+    # this backend's layout is the plain row-major one; others repack, and emulation may dequantise at load
+    setattr(method, names[0], Fp8MoeBackend.TRITON_MXFP8)
+    prepare_with(method, names[1])
+    return True
+
+
 def give_experts(runner: Any) -> str | None:
     """Make a Beam ``MoERunner`` build its kernel from our experts; the reason when it keeps vLLM's.
 
@@ -404,17 +429,10 @@ def give_experts(runner: Any) -> str | None:
     method = runner.routed_experts.quant_method
     options = {"routed_scaling": float(runner.routed_scaling_factor), "single_rounding": True}
     chosen = getattr(method, "experts_cls", None)
-    mxfp8 = next((names for cls, names in MXFP8_METHODS.items() if isinstance(method, cls)), None)
-    if mxfp8 is not None:
-        experts = BeamMxfp8Experts.configured(**options)
-        # this backend's layout is the plain row-major one; others repack, and emulation may dequantise at load
-        setattr(method, mxfp8[0], Fp8MoeBackend.TRITON_MXFP8)
-        prepare_with(method, mxfp8[1])
-    elif isinstance(method, UnquantizedFusedMoEMethod) and chosen is TritonExperts:
-        experts = BeamTritonExperts.configured(**options)
-    else:
+    if isinstance(method, UnquantizedFusedMoEMethod) and chosen is TritonExperts:
+        method.experts_cls = BeamTritonExperts.configured(**options)
+    elif not give_mxfp8(method, **options):
         return f"vLLM chose {getattr(chosen, '__name__', chosen)} ({type(method).__name__})"
-    method.experts_cls = experts
     runner.routed_scaling_factor = 1.0
     return None
 
