@@ -162,7 +162,8 @@ def test_experts_compute_what_their_weights_say(harness, tmp_path, reference):
 
 
 def test_routers_by_name(harness):
-    """Some models make their router a plain linear layer."""
+    """Some models make their router a plain linear layer; vLLM's class for routers is one under any name."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     from beam_moe.integrations.vllm.quantization import BeamMxfp8Config
@@ -170,6 +171,7 @@ def test_routers_by_name(harness):
     quant = BeamMxfp8Config.online()
     kept = ("mlp.gate", "mlp.router", "mlp.text_experts_gate", "mlp.shared_expert_gate")
     assert not any(quant.resolve_quant_method_cls(ReplicatedLinear, f"model.layers.0.{n}") for n in kept)
+    assert quant.resolve_quant_method_cls(GateLinear, "model.layers.0.mlp.chooser") is None
     for name in ("mlp.gate_proj", "mlp.gate_up_proj", "self_attn.output_gate_proj"):
         assert quant.resolve_quant_method_cls(ReplicatedLinear, f"model.layers.0.{name}") is not None
 
