@@ -31,7 +31,7 @@ VARIABLES: dict[str, Variable] = {
         "64",
         "most tokens of a batch whose dense layers' LoRA is ours in vLLM's Beam; larger ones, with 0 all, are vLLM's",
     ),
-    "PDL": Variable("1", "0: no programmatic dependent launch between the kernels of one layer"),
+    "PDL": Variable("1", "0: no launch starts before the one before it is through (programmatic dependent launch)"),
     "PROGRESS": Variable("0", "1: show a progress bar while an adapter loads"),
     "RESULTS": Variable("", "benches: the folder that rows are written to, instead of bench/results"),
     "COMMIT": Variable("", "benches: the commit to name where the sources travel without their git directory"),

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import sys
+from pathlib import Path
 
 INSTALL = {
     "vllm": "pip install 'beam-moe[vllm]' (vLLM 0.33 or 0.34)",
@@ -32,3 +33,11 @@ def need(what: str, *modules: str) -> None:
         for line in dict.fromkeys(INSTALL[m] for m in missing):
             print(f"  {line}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def importable(work: Path) -> None:
+    """Show this checkout to this process and those it starts, by a folder under ``work``, where it is not installed."""
+    if importlib.util.find_spec("beam_moe") is None:
+        import vllm_decode
+
+        vllm_decode.importable(work)

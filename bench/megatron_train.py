@@ -16,7 +16,6 @@ trained again (``--again`` does), so a second call goes on where ``--minutes`` e
 
 import argparse
 import gc
-import importlib.util
 import logging
 import math
 import os
@@ -39,14 +38,6 @@ MODES = {
 }
 SYMBOLS = 64
 LIMITS = {"mxfp8": 0.1, "bf16": 0.01}  # of the error over the reference's RMS; MXFP8 rounds both operands to 4 bits
-
-
-def importable() -> None:
-    """This checkout, where the package is not installed."""
-    if importlib.util.find_spec("beam_moe") is None:
-        import vllm_decode
-
-        vllm_decode.importable(Path(tempfile.mkdtemp()))
 
 
 def begin() -> None:
@@ -366,11 +357,11 @@ def main() -> None:
     m.add_argument("--repeats", type=int, default=15)
     m.set_defaults(run=layer)
     args = parser.parse_args()
-    from engines import need
+    from engines import importable, need
 
     bridge = ("megatron.bridge",) if args.command == "curves" else ()
     need(f"megatron_train.py {args.command}", "megatron.core", *bridge)
-    importable()
+    importable(Path(tempfile.mkdtemp()))
     args.run(args)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 import harness
+import rl_loop
 
 DEVICE = "nvidia_h200"
 README = harness.ROOT / "README.md"
@@ -214,7 +215,7 @@ def training_layer() -> str:
 def loop() -> str:
     """The RL loop: reward, and how far trainer and engine are apart at the first step, with one part undone each."""
     rows = rows_of("rl_loop")
-    modes = {mode: sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["step"]) for mode in LOOP_MODES}
+    modes = {mode: sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["step"]) for mode in rl_loop.MODES}
     modes = {mode: steps for mode, steps in modes.items() if steps}
     if not modes:
         return NONE
@@ -226,14 +227,11 @@ def loop() -> str:
         line = [mode, str(len(steps)), f"{first['reward']:.3f}", f"{steps[-1]['reward']:.3f}"]
         line.append("every step" if all(row["router_exact"] for row in steps) else "NOT always")
         line.append(f"{first['logprob_diff_mean']:.4f}")
-        line += [
-            f"{first['variants'][name]['logprob_diff_mean']:.4f}" for name in ("r3_off", "router_bf16", "head_bf16")
-        ]
+        line += [f"{first['variants'][name]['logprob_diff_mean']:.4f}" for name in rl_loop.VARIANTS]
         lines.append(line)
     return table(columns, lines, [row for steps in modes.values() for row in steps])
 
 
-LOOP_MODES = ("lora", "bf16", "mxfp8")
 SQUARE = "8192x8192/bfloat16"
 TABLES: dict[str, Callable[[], str]] = {
     "vllm_decode": engine,

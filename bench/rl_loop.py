@@ -23,7 +23,6 @@ each step ends; ``--minutes`` ends the loop in time.
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -502,10 +501,9 @@ def train(args: argparse.Namespace) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     sys.path.insert(0, str(ROOT / "bench"))
     folder = Path(args.folder) / args.mode
-    if importlib.util.find_spec("beam_moe") is None:
-        import vllm_decode
+    from engines import importable
 
-        vllm_decode.importable(folder / f"rank{rank}")
+    importable(folder / f"rank{rank}")
     import harness
     import torch
     import torch.distributed as dist

@@ -12,6 +12,13 @@ def require_device(op: str, name: str, t: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU with TRITON_INTERPRET=1), got {t.device}")
 
 
+def require_ends(op: str, offsets: torch.Tensor, rows: int) -> None:
+    """``offsets`` is 0, then the end of each group of ``rows`` rows; reads the device, hence with BEAM_MOE_CHECK=1."""
+    ends = offsets.tolist()
+    if ends[0] != 0 or ends != sorted(ends) or ends[-1] > rows:
+        raise ValueError(f"{op}: offsets must be 0, then ends that never fall, at most {rows} rows, got {ends}")
+
+
 def refuse_gradient(op: str, trains: str, **tensors: torch.Tensor | None) -> None:
     """No operand of a forward-only operation expects a gradient, which would be lost without a word.
 

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.interpreter import InterpretedFunction
 
 from beam_moe.kernels import tuning
-from beam_moe.kernels.checks import refuse_gradient
+from beam_moe.kernels.checks import refuse_gradient, require_device
 from beam_moe.kernels.launch import supports_pdl
 
 OP = "router"
@@ -383,8 +383,7 @@ def _check(op, experts, dtype, bias, top_k, n_group, topk_group, scoring, renorm
 def _check_matrix(op: str, name: str, t: torch.Tensor) -> None:
     if not isinstance(t, torch.Tensor):
         raise ValueError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if not (t.is_cuda or (_INTERPRETED and t.is_cpu)):
-        raise ValueError(f"{op}: {name} must be on a GPU (or set TRITON_INTERPRET=1), got {t.device}")
+    require_device(op, name, t)
     if t.dim() != 2:
         raise ValueError(f"{op}: {name} must have 2 dimensions, got shape {tuple(t.shape)}")
     if t.shape[1] > 1 and t.stride(1) != 1:

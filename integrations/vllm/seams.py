@@ -192,7 +192,7 @@ SEAMS: tuple[Seam, ...] = (
         "GroupedTopKRouter._compute_routing",
         ("self", "hidden_states", "router_logits", "indices_type", "input_ids"),
         "attribute",
-        "Beam's logits and choice by beam_moe.kernels.router.grouped_topk, one launch for a decode batch",
+        "Beam's logits and choice by beam_moe.kernels.router.grouped_topk, without the gate's launches",
         "vLLM's router may hold the gate, or a plugin may choose the router",
     ),
     Seam(

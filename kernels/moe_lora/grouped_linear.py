@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from beam_moe import env
 from beam_moe.kernels import tuning
-from beam_moe.kernels.checks import require_device
+from beam_moe.kernels.checks import require_device, require_ends
 from beam_moe.kernels.moe_lora.fused import _on_device
 from beam_moe.kernels.mxfp8.decode_block import settled
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
@@ -364,8 +364,7 @@ def _project(
     if config is None:
         wide = torch.float32 in (x.dtype, w.dtype) or x.dtype != w.dtype
         config = GroupedLoRAConfig.pick(rows, groups, n, k, turned=turned, wide=wide, device=x.device)
-    # rows that lie in one place, an expanded gradient's, have no descriptor
-    x_desc, w_desc = _descriptor(x, [config.bm, config.bk]) if x.stride(0) >= k else None, None
+    x_desc, w_desc = _descriptor(x, [config.bm, config.bk]), None
     if turned and k % config.bk == 0 and w.stride(0) == k * w.stride(2):
         # whole steps only: what lies behind the last row of an expert is the next expert, which no bound cuts off
         flat = w.as_strided((groups * k, n), (w.stride(2), 1), w.storage_offset())
@@ -558,9 +557,7 @@ def _check(x, w, offsets, a, b, scale, mxfp8, out_dtype) -> None:
     _require(out_dtype in DTYPES, "out_dtype", "bf16, fp16 or fp32", out_dtype)
     require_device("grouped_linear_lora", "x", x)
     if env.flag("CHECK"):
-        ends = offsets.tolist()
-        fits = ends[0] == 0 and ends == sorted(ends) and ends[-1] <= x.shape[0]
-        _require(fits, "offsets", f"0, then ends that never fall, at most T={x.shape[0]}", ends)
+        require_ends("grouped_linear_lora", offsets, x.shape[0])
 
 
 def grouped_linear_lora(

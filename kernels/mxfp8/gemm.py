@@ -243,7 +243,7 @@ def _descriptor(t: torch.Tensor, block: list[int]):
         _capability(t.device)[0] >= 9
         and t.numel() > 0
         and t.stride(1) == 1
-        and (t.shape[0] == 1 or t.stride(0) >= t.shape[1])  # expanded rows have no descriptor
+        and t.stride(0) >= t.shape[1]  # rows that lie in one place, an expanded gradient's, have none
         and t.stride(0) * t.element_size() % 16 == 0
         and t.data_ptr() % 16 == 0
     )
@@ -529,6 +529,8 @@ def _check(op: str, trains: str, a, b: MXFP8Tensor, bias, out, out_dtype, b_dens
     require_device(op, "a", _values(a))
     _check_config(op, config)
     _require(out_dtype in OUT_DTYPES, f"{op}: out_dtype must be bf16, fp16 or fp32, got {out_dtype}")
+    if b_dense is not None:
+        _require_tensor(op, b_dense=b_dense)
     if bias is not None:
         _require_tensor(op, bias=bias)
         _require(
@@ -600,8 +602,6 @@ def gemm(
         a = _contracting(op, "a", a)
     else:
         _require(a.dtype in (torch.bfloat16, torch.float16), f"{op}: a must be bf16, fp16 or MXFP8, got {a.dtype}")
-    if b_dense is not None:
-        _require_tensor(op, b_dense=b_dense)
     _check(op, "mxfp8.linear trains", a, b, bias, out, out_dtype, b_dense, config)
     (rows, k), n = a.shape, b.shape[0]
     if out is None:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from beam_moe import env
 from beam_moe.kernels import tuning
-from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
+from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device, require_ends
 from beam_moe.kernels.launch import supports_pdl
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows, weights_bf16
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_mxfp8, _require_tensor
@@ -385,9 +385,7 @@ def _check_offsets(op: str, offsets: torch.Tensor, groups: int | None, rows: int
     )
     _require(offsets.device == device, f"{op}: offsets are on {offsets.device}, the operands on {device}")
     if env.flag("CHECK"):
-        ends = offsets.tolist()
-        fits = ends[0] == 0 and ends == sorted(ends) and ends[-1] <= rows
-        _require(fits, f"{op}: offsets must be 0, then ends that never fall, at most {rows} rows, got {ends}")
+        require_ends(op, offsets, rows)
 
 
 def grouped_gemm(
@@ -435,8 +433,6 @@ def grouped_gemm(
         a = _contracting(op, "a", a)
     else:
         _require(a.dtype in (torch.bfloat16, torch.float16), f"{op}: a must be bf16, fp16 or MXFP8, got {a.dtype}")
-    if b_dense is not None:
-        _require_tensor(op, b_dense=b_dense)
     _check(op, TRAINS, a, b, bias, out, out_dtype, b_dense, config)
     (rows, k), (groups, n, _) = a.shape, b.shape
     _check_offsets(op, offsets, groups, rows, a.device)
