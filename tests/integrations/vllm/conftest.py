@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 
-collect_ignore = ["checkpoints.py", "engine.py", "fake_hopper.py", "ranks.py"]
+collect_ignore = ["checkpoints.py", "engine.py", "engine_pool.py", "fake_hopper.py", "ranks.py"]
 
 
 def pytest_collection_modifyitems(items):

@@ -1,12 +1,12 @@
 """Scenarios on the real engine of a small random Beam; ``engine.py SCENARIO FOLDER`` writes FOLDER/SCENARIO.json.
 
-Each scenario is a process of its own. Weights are seeded and the router spread evenly, so two processes hold the same
-model.
+Each scenario is a process of its own, of seeded weights: two processes, and the ranks of one, hold the same model.
 """
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 H, I, E, TOP_K, LAYERS, VOCAB, RANK = 512, 128, 16, 4, 4, 1024, 8
@@ -71,50 +71,31 @@ def adapter(seed: int, scale: float = 0.15):
     return out
 
 
-def spread(model) -> int:
-    """The same random router on every rank and in every process."""
-    import torch
-
-    count = 0
-    for name, parameter in model.named_parameters():
-        if "mlp.gate" in name and name.endswith(".weight") and "proj" not in name:
-            layer = int(name.split("layers.")[1].split(".")[0])
-            g = torch.Generator().manual_seed(layer)
-            parameter.data.copy_(torch.randn(parameter.shape, generator=g) * 0.05)
-            count += 1
-        elif name.endswith("e_score_correction_bias"):
-            parameter.data.zero_()
-        elif parameter.dtype == torch.bfloat16 and parameter.dim() >= 2:
-            # vLLM's dummies are tiny: outputs would hardly depend on the prompt
-            g = torch.Generator(device=parameter.device).manual_seed(len(name))
-            parameter.data.normal_(0, 0.05, generator=g)
-    return count
-
-
-def start(folder: Path, lora: bool, checkpoint: str = "", **options):
-    """An engine in this process: of dummy weights, or of a small checkpoint in the format ``checkpoint``."""
+def start(folder: Path, lora: bool, checkpoint: str = "plain", **options):
+    """An engine in this process, of a small checkpoint in the format ``checkpoint``."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    os.environ.update(VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    os.environ.update(VLLM_USE_FLASHINFER_SAMPLER="0")
     os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
-    if checkpoint:
-        import checkpoints
+    import checkpoints
 
-        checkpoints.write(folder, BEAM, checkpoint)
-    else:
-        (folder / "config.json").write_text(json.dumps(BEAM))
+    checkpoints.write(folder, BEAM, checkpoint)
     from vllm import LLM
 
     if lora:
         options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 4, **options}
-    llm = LLM(
-        model=str(folder), load_format="auto" if checkpoint else "dummy", skip_tokenizer_init=True, dtype="bfloat16",
-        seed=0, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=1024, gpu_memory_utilization=0.3, **options,
+    # a fixed KV cache: vLLM measures none then, and does not mind who else takes or frees memory of the GPU meanwhile
+    options = {"kv_cache_memory_bytes": 512 << 20, **options}
+    return LLM(
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16",
+        seed=0, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=1024, gpu_memory_utilization=0.08, **options,
         worker_extension_cls="beam_moe.integrations.vllm.weight_sync.WeightSync",
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
     )  # fmt: skip
-    if not checkpoint:
-        llm.apply_model(spread)
-    return llm
+
+
+def reproducible():
+    """Adapter rows the same at every run: vLLM's kernel for the dense layers of a larger batch adds in any order."""
+    os.environ["BEAM_MOE_VLLM_LINEAR_LORA"] = "1024"
 
 
 def generate(llm, prompts, requests, tokens: int = 12):
@@ -135,7 +116,7 @@ def compiles(record: list):
     import triton
 
     def hook(*, fn, **kwargs):
-        record.append(getattr(fn, "name", None) or str(fn))
+        record.append(f"{fn.module}.{fn.name}")
 
     triton.knobs.runtime.jit_post_compile_hook = hook
 
@@ -153,6 +134,7 @@ def lora(folder: Path) -> dict:
 
     from beam_moe.integrations.vllm.weight_sync import AdapterSync
 
+    reproducible()
     llm = start(folder, lora=True, enable_prefix_caching=False)
     record: list[str] = []
     compiles(record)
@@ -192,9 +174,10 @@ def caching(folder: Path) -> dict:
     """Prefix caching on: a swap never reads KV of the version before."""
     from beam_moe.integrations.vllm.weight_sync import AdapterSync
 
+    reproducible()
     llm = start(folder, lora=True, enable_prefix_caching=True)
     sync = AdapterSync("policy", 1)
-    prompts = [p * 4 for p in PROMPTS]
+    prompts = [p * 2 for p in PROMPTS]  # blocks to reuse, in a batch small enough for our experts
     request = sync.update(llm, adapter(1), CONFIG)
     out = {"a": generate(llm, prompts, request)}
     request = sync.update(llm, adapter(2), CONFIG)
@@ -205,28 +188,25 @@ def caching(folder: Path) -> dict:
 
 
 def sleeping(folder: Path) -> dict:
-    """Sleep and wake, levels 1 and 2, with an adapter loaded."""
-    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+    """Sleep and wake, levels 1 and 2, with an adapter loaded; level 2 forgets all weights, a sync brings them back."""
+    from safetensors.torch import load_file
 
-    llm = start(folder, lora=True, enable_prefix_caching=False, enable_sleep_mode=True)
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync, sync_weights
+
+    reproducible()
+    # vLLM asserts that the GPU has more free memory after falling asleep: what it gives back must outweigh whatever
+    # other engines take meanwhile
+    llm = start(
+        folder, lora=True, enable_prefix_caching=False, enable_sleep_mode=True, kv_cache_memory_bytes=8 << 30
+    )  # fmt: skip
     request = AdapterSync("policy", 1).update(llm, adapter(1), CONFIG)
-    out = {"before": generate(llm, PROMPTS, request)}
+    out = {"bare": generate(llm, PROMPTS, None), "before": generate(llm, PROMPTS, request)}
     llm.sleep(level=1)
     llm.wake_up()
     out["level1"] = generate(llm, PROMPTS, request)
-
-    def keep(model):
-        model.__dict__["_kept"] = {n: p.detach().cpu() for n, p in model.named_parameters()}
-        return len(model.__dict__["_kept"])
-
-    def restore(model):
-        for n, p in model.named_parameters():
-            p.data.copy_(model.__dict__["_kept"][n])
-
-    llm.apply_model(keep)
     llm.sleep(level=2)
     llm.wake_up()
-    llm.apply_model(restore)
+    sync_weights(llm, load_file(folder / "model.safetensors"))
     out["level2"] = generate(llm, PROMPTS, request)
     return out
 
@@ -299,18 +279,18 @@ def replay(folder: Path) -> dict:
     return {
         "ids": [o.outputs[0].routed_experts.tolist() for o in outs],
         "tokens": [list(o.outputs[0].token_ids) for o in outs],
+        "prompts": [len(p) for p in PROMPTS],
     }
 
 
 def main() -> None:
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    work = folder / f"model_{name}_{os.environ.get('BEAM_MOE_TEST_PP', '1')}_{os.environ.get('BEAM_MOE_TEST_TP', '1')}"
-    work.mkdir(parents=True, exist_ok=True)
+    name, folder, start_time = sys.argv[1], Path(sys.argv[2]), time.monotonic()
     sys.path.insert(0, str(Path(__file__).parent))  # -P leaves it out: checkpoints.py lies beside this file
     scenarios = (plain, lora, caching, sleeping, invariant, quantised, stored, draft, replay)
-    result = {f.__name__: f for f in scenarios}[name](work)
-    (work / "result.json").write_text(json.dumps(result))
-    print("RESULT", work / "result.json", flush=True)
+    result = {f.__name__: f for f in scenarios}[name](folder / f"model_{name}")
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result))
+    print(f"RESULT {path}, {time.monotonic() - start_time:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
