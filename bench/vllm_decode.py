@@ -8,6 +8,7 @@ sampling and scheduling included, over the layers.
 
     python bench/vllm_decode.py                                     # the bf16 ladder of Beam, one cell per visible GPU
     python bench/vllm_decode.py --bases bf16,mxfp8 --archs beam,qwen3
+    python bench/vllm_decode.py --together 3                        # three engines share a GPU, measured in turn
     python bench/vllm_decode.py --tp 2                              # the same work a rank, and communication; or --pp 2
     python bench/vllm_decode.py --only "beam/bf16/ours/none,per-expert;beam/bf16/stock/none,per-expert"
     python bench/vllm_decode.py --cell --kernels ours --adapters none,per-expert --base bf16 --arch beam
@@ -25,6 +26,11 @@ all_reduce_us (one all-reduce of a micro-batch, measured alone; a layer has two)
 single rank's share at the micro-batch, times the layers: no communication, dense layers counted as sparse) and gap
 (step_ms less predicted_step_ms).
 
+``--together N`` runs the ladder in waves, for an engine takes longer to start than to be measured, and one that starts
+lengthens the steps of another on the same host: N engines start at once on each set of tp * pp GPUs, then wait, and
+when none of the wave is starting they are measured one after another on each set, each alone on its GPUs
+(``--one-at-a-time``: alone on the machine). They share a GPU's memory, so N is bounded by the engine's weights.
+
 Adapters: ``none`` is an engine without LoRA; ``per-expert`` and ``shared-outer`` (one A of gate and up, one B of down
 for all experts; ``enable_moe_shared_loras``) are on gate, up and down of every expert, at rank 32 or those of
 ``--ranks``; ``--attention`` adds q, k, v, o and the attention gate. vLLM's own Beam takes no LoRA: its stock column
@@ -32,6 +38,7 @@ runs vLLM's kernels under a subclass that only declares it.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -42,6 +49,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +67,8 @@ OPTIONAL = {
 }
 FULL_TOKENS = 2048  # most tokens in a batch of a full-size engine
 FULL_USE = 0.92  # share of a GPU's memory that a full-size engine may use
+USE = 0.85  # that other engines may use, all those on a GPU together
+MODEL_LEN = 2048
 FULL_MODES = ("none", "per-expert", "shared-outer")
 
 
@@ -297,6 +307,45 @@ def keep_rows(path: Path | None, rows: list[dict]) -> None:
         part.replace(path)
 
 
+def most_requests(opts: argparse.Namespace) -> int:
+    return max(64, *map(int, opts.batches.split(",")))
+
+
+def kv_bytes(opts: argparse.Namespace) -> int:
+    """KV cache of a rank: twice what the largest batch and one request of ``MODEL_LEN`` need, in whole GiB."""
+    config = model_config(opts.arch, opts.layers, opts.of_tp)
+    heads = max(1, config["num_key_value_heads"] // opts.tp)
+    token = config["num_hidden_layers"] * 2 * heads * config["head_dim"] * 2  # K and V, bf16; all stages' layers
+    need = 2 * token * (most_requests(opts) * (PROMPT + LONG) + MODEL_LEN)
+    return -(-need // 2**30) * 2**30
+
+
+def memory_options(opts: argparse.Namespace) -> dict:
+    """An engine's memory. With a fixed KV cache vLLM does not profile, which fails where a neighbour frees memory.
+
+    ``gpu_memory_utilization`` is then only the share that must be free when the engine starts.
+    """
+    if opts.arch == "beam-full":
+        return {"gpu_memory_utilization": FULL_USE}
+    return {"gpu_memory_utilization": USE / opts.together, "kv_cache_memory_bytes": kv_bytes(opts)}
+
+
+def wait_for_turn(rows: Path, ladder: int) -> None:
+    """Say, by a file beside ``rows``, that the engine is ready, and sleep until there is one that says go.
+
+    Raises:
+        SystemExit: process ``ladder``, which writes it, is no longer this one's parent.
+    """
+    begin = time.monotonic()
+    rows.with_suffix(".ready").touch()
+    print("ready, waits for its turn", flush=True)
+    while not rows.with_suffix(".go").exists():
+        if os.getppid() != ladder:
+            raise SystemExit("the ladder has gone: no turn will come")
+        time.sleep(0.2)
+    print(f"its turn, after a wait of {time.monotonic() - begin:.1f} s", flush=True)
+
+
 def run_cell(opts: argparse.Namespace) -> list[dict]:
     """Start one engine and measure every asked adapter mode and batch."""
     os.environ.update(
@@ -336,14 +385,13 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
         extra["lora_target_modules"] = opts.target_modules.split(",")
     start = time.perf_counter()
     llm = LLM(
-        model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=2048,
-        max_num_seqs=max(64, *batches), max_num_batched_tokens=FULL_TOKENS if full else 4096,
-        gpu_memory_utilization=FULL_USE if full else 0.85,
+        model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+        max_model_len=MODEL_LEN, max_num_seqs=most_requests(opts), max_num_batched_tokens=FULL_TOKENS if full else 4096,
         enable_prefix_caching=False, quantization="mxfp8" if opts.base == "mxfp8" else None,
         tensor_parallel_size=opts.tp, pipeline_parallel_size=opts.pp,
         distributed_executor_backend="mp" if gpus > 1 else None,
         compilation_config={"cudagraph_capture_sizes": sorted({*batches, *micro.values()})},
-        kernel_config={"enable_jit_warmup": opts.jit_warmup}, **extra,
+        kernel_config={"enable_jit_warmup": opts.jit_warmup}, **memory_options(opts), **extra,
     )  # fmt: skip
     routers = on_models(llm, spread_routing)
     added = on_models(llm, add_adapter, 1, shared, opts.attention, opts.rank) if lora else [0]
@@ -379,6 +427,8 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
         wait()
         return time.perf_counter() - begin
 
+    if opts.ladder:
+        wait_for_turn(opts.rows, opts.ladder)
     on_models(llm, capture_routing, True)
     generate(32, 2, request)
     ids = {}
@@ -407,7 +457,7 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
                 "tokens_per_s_per_gpu": round(batch / step / gpus, 1), "step_ms": round(step * 1e3, 3),
                 "micro_batch": micro[batch], "all_reduce_us": reduce_us.get(micro[batch]),
                 "distinct_experts": distinct_experts(ids, micro[batch]), "missing": missing, "experts_class": used,
-                "vllm_version": vllm.__version__, "start_s": round(started, 1),
+                "vllm_version": vllm.__version__, "start_s": round(started, 1), "together": opts.together,
             }  # fmt: skip
             row["case"] = case_of(row)
             rows.append(row)
@@ -576,71 +626,146 @@ def merge(rows: list[dict]) -> list[dict]:
     return merged
 
 
+@dataclass
+class Running:
+    """A cell's process: starting, ready (waits for its turn, ``limit`` the seconds left) or measured (until when)."""
+
+    process: subprocess.Popen
+    name: str
+    rows: Path
+    gpus: list[str]
+    begun: float
+    limit: float
+    stage: str
+
+
+def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path, port: int, turns: bool) -> Running:
+    """Start a cell's process, in a process group of its own; with ``turns`` it waits for `give_turns`."""
+    name = "_".join(str(v).replace(",", "+") for v in cell.values()) + f"_tp{opts.tp}pp{opts.pp}"
+    rows = logs / f"{name}.json"
+    for suffix in (".json", ".ready", ".go"):
+        rows.with_suffix(suffix).unlink(missing_ok=True)
+    command = [sys.executable, str(Path(__file__).resolve()), "--cell", "--rows", str(rows)]
+    command += ["--tp", str(opts.tp), "--pp", str(opts.pp), "--of-tp", str(opts.of_tp)]
+    command += ["--layers", str(opts.layers), "--batches", opts.batches, "--together", str(opts.together)]
+    command += ["--repeats", str(opts.repeats), "--work", str(opts.work / name)]
+    command += ["--target-modules", opts.target_modules] if opts.target_modules else []
+    command += ["--jit-warmup"] if opts.jit_warmup else []
+    command += ["--ladder", str(os.getpid())] if turns else []
+    for key, value in cell.items():
+        command += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    # engines of a wave compile at once, and vLLM does not write all of its cache whole or not at all
+    cache = opts.work / name / "cache" if turns else opts.work / "cache"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_CACHE_ROOT": str(cache)}
+    env["VLLM_PORT"] = str(port)
+    with open(logs / f"{name}.log", "w") as log:
+        # outside the checkout: vLLM's own subprocesses would import its folders by their bare names
+        process = subprocess.Popen(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=opts.work, start_new_session=True
+        )
+    now = time.monotonic()
+    return Running(process, name, rows, gpus, now, now + opts.timeout, "starting" if turns else "measured")
+
+
+def give_turns(running: list[Running], one_at_a_time: bool) -> None:
+    """When no cell is starting, let one that waits measure on each set of GPUs where none does.
+
+    A cell's limit stands still while it waits: the seconds left when it was ready are those left at its turn.
+    """
+    now = time.monotonic()
+    for r in running:
+        if r.stage == "starting" and r.rows.with_suffix(".ready").exists():
+            r.stage, r.limit = "ready", r.limit - now
+    if any(r.stage == "starting" for r in running):
+        return
+    for r in running:
+        busy = (other.stage == "measured" and (one_at_a_time or other.gpus == r.gpus) for other in running)
+        if r.stage == "ready" and not any(busy):
+            r.stage, r.limit = "measured", r.limit + now
+            r.rows.with_suffix(".go").touch()
+
+
+def lives(group: int) -> bool:
+    """Whether a process group has a process left; a zombie holds no GPU."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, own = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it has ended meanwhile
+            continue
+        if own == str(group) and state not in "ZX":
+            return True
+    return False
+
+
+def see_off(process: subprocess.Popen, patience: float) -> None:
+    """Return when a cell has gone with its engine's workers, which hold GPUs; those left after a while are killed."""
+    for seconds in (patience, 10):
+        end = time.monotonic() + seconds
+        while lives(process.pid) and time.monotonic() < end:
+            process.poll()
+            time.sleep(0.1)
+        if lives(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    process.poll()  # not wait: a process that the driver does not let go must not hold the others
+
+
 def run_ladder(opts: argparse.Namespace) -> int:
     """Run the cells as processes over the visible GPUs, merge the rows of each as it ends, print the tables."""
-    import torch
-
-    waiting, running, failed = cells(opts), [], []
+    waiting, failed = cells(opts), []
+    running: list[Running] = []
     if opts.full:
         asked, waiting = len(waiting), [c for c in waiting if fits(opts, c)]
         failed += ["refused"] * (asked - len(waiting))
         if opts.plan or not waiting:
             return 1 if failed else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    if visible:
+        names = visible.split(",")
+    else:
+        import torch
+
+        names = [str(i) for i in range(torch.cuda.device_count())]
     per_cell = opts.tp * opts.pp
-    free = [names[i : i + per_cell] for i in range(0, len(names) - per_cell + 1, per_cell)]
-    if not free:
+    sets = [names[i : i + per_cell] for i in range(0, len(names) - per_cell + 1, per_cell)]
+    if not sets:
         print(f"needs {per_cell} GPUs, sees {len(names)}")
         return 1
     logs = opts.work.resolve() / "vllm_decode_logs"
     logs.mkdir(parents=True, exist_ok=True)
-    print(f"{len(waiting)} cells on {len(free)} x {per_cell} GPU; logs in {logs}", flush=True)
+    print(
+        f"{len(waiting)} cells on {len(sets)} x {per_cell} GPU, {opts.together} at a time on each; logs in {logs}",
+        flush=True,
+    )
+    turns = opts.together > 1 or opts.one_at_a_time
     deadline = time.monotonic() + opts.budget
     while waiting or running:
-        while waiting and free and time.monotonic() < deadline:
+        if fresh := not running:  # a wave that does not fill the slots is spread over the sets
+            free = sets * opts.together
+        while waiting and free and (fresh or not turns) and time.monotonic() < deadline:
             cell, gpus = waiting.pop(0), free.pop(0)
-            name = "_".join(str(v).replace(",", "+") for v in cell.values()) + f"_tp{opts.tp}pp{opts.pp}"
-            (rows := logs / f"{name}.json").unlink(missing_ok=True)
-            command = [sys.executable, str(Path(__file__).resolve()), "--cell", "--rows", str(rows)]
-            command += ["--tp", str(opts.tp), "--pp", str(opts.pp), "--of-tp", str(opts.of_tp)]
-            command += ["--layers", str(opts.layers), "--batches", opts.batches]
-            command += ["--repeats", str(opts.repeats), "--work", str(opts.work / name)]
-            command += ["--target-modules", opts.target_modules] if opts.target_modules else []
-            command += ["--jit-warmup"] if opts.jit_warmup else []
-            for key, value in cell.items():
-                command += [f"--{key}"] if value is True else [f"--{key}", str(value)]
-            env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_CACHE_ROOT": str(opts.work / "cache")}
             # two engines that start at once must not meet at one port
-            env["VLLM_PORT"] = str(21000 + 50 * len(waiting))
-            with open(logs / f"{name}.log", "w") as log:
-                # outside the checkout: vLLM's own subprocesses would import its folders by their bare names
-                process = subprocess.Popen(
-                    command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=opts.work, start_new_session=True
-                )
-            running.append((process, name, gpus, time.monotonic()))
+            running.append(start_cell(opts, cell, gpus, logs, 21000 + 50 * len(waiting), turns))
         if waiting and time.monotonic() >= deadline:
             print(f"out of time before {len(waiting)} cells: {[' '.join(map(str, c.values())) for c in waiting]}")
             waiting = []
-        for entry in list(running):
-            process, name, gpus, begun = entry
-            if process.poll() is None and time.monotonic() < min(begun + opts.timeout, deadline + opts.timeout):
+        for r in list(running):
+            late = r.stage != "ready" and time.monotonic() >= r.limit
+            if r.process.poll() is None and not late:
                 continue
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the engine's workers too: they hold the GPUs
-                process.wait()
-            running.remove(entry)
-            free.append(gpus)
-            path = logs / f"{name}.json"
-            rows_found = json.loads(path.read_text()) if path.exists() else []
+            see_off(r.process, 0 if r.process.poll() is None else 10)
+            running.remove(r)
+            free.append(r.gpus)
+            rows_found = json.loads(r.rows.read_text()) if r.rows.exists() else []
             merge(rows_found)
             state = "ok"
-            if process.returncode != 0:
-                failed.append(name)
-                state = f"FAILED ({process.returncode})"
-            print(f"{name}: {state}, {len(rows_found)} rows, {time.monotonic() - begun:.0f} s", flush=True)
-            if process.returncode != 0:
-                print((logs / f"{name}.log").read_text()[-3000:], f"--- end of {name}", sep="\n", flush=True)
+            if r.process.returncode != 0:
+                failed.append(r.name)
+                state = f"FAILED ({r.process.returncode})"
+            print(f"{r.name}: {state}, {len(rows_found)} rows, {time.monotonic() - r.begun:.0f} s", flush=True)
+            if r.process.returncode != 0:
+                print((logs / f"{r.name}.log").read_text()[-3000:], f"--- end of {r.name}", sep="\n", flush=True)
+        give_turns(running, opts.one_at_a_time)
         time.sleep(0.5)
     report(merge([]))
     return 1 if failed else 0
@@ -725,7 +850,7 @@ def report(rows: list[dict]) -> None:
         print(f"vLLM's optional packages not there: {', '.join(missing)}")
 
 
-def main() -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", action="store_true", help="measure one engine in this process")
     parser.add_argument("--kernels", choices=["stock", "ours"], default="ours")
@@ -735,6 +860,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=RANK, help="the cell's adapter and bank")
     parser.add_argument("--attention", action="store_true", help="the adapter covers attention too")
     parser.add_argument("--rows", type=Path, help="where the cell writes its rows")
+    parser.add_argument("--ladder", type=int, help="the cell's parent, whose word it awaits, by files beside --rows")
     parser.add_argument("--archs", default="beam")
     parser.add_argument("--bases", help="by comma; bf16, with --full mxfp8")
     parser.add_argument("--ranks", help="adapter ranks, by comma; 32, with --full 16,32")
@@ -759,13 +885,17 @@ def main() -> int:
         "--target-modules", default="", help="lora_target_modules; vLLM wraps every linear layer without"
     )
     parser.add_argument("--jit-warmup", action="store_true", help="compile every size first, as a served engine does")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds a cell may take")
+    parser.add_argument("--together", type=int, default=1, help="engines that start at once on a GPU and share it")
+    parser.add_argument("--one-at-a-time", action="store_true", help="measure one engine at a time on all the GPUs")
+    parser.add_argument(
+        "--timeout", type=float, default=400, help="seconds a cell may take, without its wait for a turn"
+    )
     parser.add_argument("--budget", type=float, default=570, help="seconds after which no cell is started")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "beam_moe_vllm_decode")
     parser.add_argument("--report", action="store_true", help="print the tables of the committed results")
-    opts = parser.parse_args()
-    for name, value in (("tp", opts.tp), ("pp", opts.pp), ("rank", opts.rank), ("repeats", opts.repeats)):
-        if value < 1:
+    opts = parser.parse_args(arguments)
+    for name in ("tp", "pp", "rank", "repeats", "together"):
+        if (value := getattr(opts, name)) < 1:
             parser.error(f"--{name} must be at least 1, got {value}")
     if opts.layers is not None and opts.layers < 1:
         parser.error(f"--layers must be at least 1, got {opts.layers}")
@@ -775,6 +905,10 @@ def main() -> int:
     if opts.plan and not opts.full:
         parser.error("--plan goes with --full")
     full = opts.full or opts.arch == "beam-full"
+    if full and opts.together > 1:
+        parser.error("--together goes without --full: a full-size engine takes the whole of its GPUs")
+    if opts.ladder and not opts.rows:
+        parser.error("--ladder goes with --rows")
     opts.bases = opts.bases or ("mxfp8" if full else "bf16")
     opts.ranks = opts.ranks or ("16,32" if full else str(RANK))
     opts.batches = opts.batches or ("64,32,8,1" if full else "64,32,16,8,4,2,1")
@@ -784,6 +918,11 @@ def main() -> int:
     opts.of_tp = opts.of_tp or (1 if full else SHARE // opts.tp)
     opts.work = opts.work.resolve()
     opts.rows = opts.rows and opts.rows.resolve()
+    return opts
+
+
+def main() -> int:
+    opts = parse()
     importable(opts.work)
     sys.path.insert(0, str(ROOT / "bench"))
     if opts.report:
@@ -804,6 +943,9 @@ def main() -> int:
         return run_ladder(opts)
     os.chdir(opts.work)  # vLLM's own subprocesses would import a checkout's folders by their bare names
     run_cell(opts)
+    if opts.ladder and opts.tp * opts.pp == 1:
+        sys.stdout.flush()
+        os._exit(0)  # the next of the wave waits for this GPU; an engine of several processes has workers to end
     return 0
 
 

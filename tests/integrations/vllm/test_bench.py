@@ -1,8 +1,10 @@
 """What the decode bench does inside the engine, on a tiny model: a GPU run is too dear to find a typing error."""
 
 import importlib.util
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -237,3 +239,216 @@ def test_functions_reach_other_processes_by_value(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", reader], input=sent, capture_output=True, cwd=tmp_path, check=True)
     assert done.stdout.decode().strip() == "('model', 7, 2.0)"
+
+
+CELL = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+
+sys.path.insert(0, {folder!r})
+import vllm_decode as bench
+
+opts = bench.parse()
+name = opts.rows.stem
+adapters = opts.adapters
+
+
+def log(event):
+    line = json.dumps([event, name, os.environ["CUDA_VISIBLE_DEVICES"], time.monotonic(), os.environ["VLLM_PORT"]])
+    with open({events!r}, "a") as file:
+        file.write(line + chr(10))
+
+
+log("start")
+if opts.base == "mxfp8" and opts.kernels == "stock":
+    sys.exit("died while it started") if adapters == "none" else time.sleep(600)
+time.sleep(0.2 if adapters == "none" else 0.8)
+log("ready")
+if opts.ladder:
+    bench.wait_for_turn(opts.rows, opts.ladder)
+log("turn")
+if opts.base == "mxfp8" and adapters == "shared-outer":
+    time.sleep(600)
+time.sleep(0.5)
+row = dict(
+    batch=64, arch=opts.arch, base=opts.base, adapters=adapters.split(",")[-1], kernels=opts.kernels, rank=opts.rank,
+    attention_adapter=False, lora_enabled=adapters != "none", tp=opts.tp, pp=opts.pp, layers=opts.layers,
+    of_tp=opts.of_tp, target_modules="all", us_per_layer=100.0, tokens_per_s=1.0, distinct_experts=1.0, missing=[],
+    together=opts.together, micro_batch=64,
+)
+bench.keep_rows(opts.rows, [dict(row, case=bench.case_of(row))])
+if opts.base == "mxfp8":
+    sys.exit("died after its rows")
+# a worker that outlives its engine: the GPU is free when it has gone
+late = "import json, sys, time; time.sleep(0.7); line = json.dumps(['gone', *sys.argv[2:], time.monotonic(), 0]);"
+late += "open(sys.argv[1], 'a').write(line + chr(10))"
+subprocess.Popen([sys.executable, "-c", late, {events!r}, name, os.environ["CUDA_VISIBLE_DEVICES"]])
+"""
+
+
+@pytest.fixture
+def ladder(bench, tmp_path, monkeypatch, capsys):
+    """``ladder(*arguments) -> (status, events, merged rows, output)`` of cells that are a script without an engine.
+
+    MXFP8's stock cells die or hang while they start, ours hang in their measurement or die after it.
+    """
+    events = tmp_path / "events"
+    (tmp_path / "cell.py").write_text(CELL.format(folder=str(FOLDER), events=str(events)))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "cell.py"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("BEAM_MOE_RESULTS", str(tmp_path / "results"))
+    monkeypatch.setenv("BEAM_MOE_COMMIT", "none")
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def run(*arguments: str):
+        status = bench.run_ladder(bench.parse([*arguments, "--work", str(tmp_path / "work"), "--batches", "64"]))
+        (path,) = (tmp_path / "results").glob("*/vllm_decode.json")
+        found: dict[str, list] = {}
+        for event, name, gpus, when, port in map(json.loads, events.read_text().splitlines()):
+            found.setdefault(event, []).append((when, name, gpus, port))
+        return status, found, json.loads(path.read_text()), capsys.readouterr().out
+
+    return run
+
+
+def turns_of(events: dict[str, list]) -> list[tuple[float, float, str]]:
+    gone = {name: when for when, name, *_ in events["gone"]}
+    return sorted((when, gone[name], gpus) for when, name, gpus, _ in events["turn"])
+
+
+def overlap(turns: list[tuple[float, float, str]]) -> bool:
+    turns = sorted(turns)
+    return any(after[0] < before[1] for before, after in zip(turns, turns[1:]))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["a set", "the machine"])
+def test_waves_measure_when_all_have_started(ladder, alone):
+    """Two waves of engines on two GPUs: no turn before all are ready, then one at a time on a GPU or on the machine."""
+    status, events, rows, out = ladder("--together", "2", *["--one-at-a-time"] * alone)
+    assert status == 0, out
+    waves = [events["start"][:4], events["start"][4:]]
+    assert len(waves[1]) == 2 and all(len({e[2] for e in wave}) == 2 for wave in waves), "spread over the GPUs"
+    assert len({port for *_, port in events["start"]}) == 6
+    for first, last in ((0, 4), (4, 6)):
+        assert max(e[0] for e in events["ready"][first:last]) < min(e[0] for e in events["turn"][first:last])
+    turns = turns_of(events)
+    assert max(end for _, end, _ in turns[:4]) < min(e[0] for e in waves[1]), "no engine starts beside a measurement"
+    assert overlap(turns) != alone, "the sets measure at once unless told"
+    assert not overlap([t for t in turns if t[2] == "0"]) and not overlap([t for t in turns if t[2] == "1"])
+    assert len(rows) == 6 and {r["together"] for r in rows} == {2}
+    assert all(r["ratio_to_stock_base"] == 1.0 for r in rows), "the rows of all cells are compared"
+
+
+def test_without_waves_a_cell_measures_when_it_has_started(ladder):
+    status, events, rows, out = ladder()
+    assert status == 0 and len(rows) == 6 and {r["together"] for r in rows} == {1}
+    assert "waits for its turn" not in out
+    assert min(e[0] for e in events["turn"]) < max(e[0] for e in events["start"]), "the others have yet to start"
+    assert not overlap([t for t in turns_of(events) if t[2] == "0"])
+
+
+def test_cells_that_die_or_hang_hold_up_no_wave(ladder, tmp_path):
+    """A cell's time does not run while it waits: here it waits for one that starts for ever, then for its turn."""
+    status, events, rows, out = ladder("--bases", "mxfp8,bf16", "--together", "6", "--timeout", "6")
+    assert status == 1
+    ended = {line.split(":")[0]: line for line in out.splitlines() if line.endswith(" s") and " rows, " in line}
+    assert len(ended) == 12 and len(events["start"]) == 12
+    states = {n.removesuffix("_32_tp1pp1").removeprefix("beam_"): e.split(": ")[1] for n, e in ended.items()}
+    for name, state in states.items():
+        base, kernels, adapters = name.split("_")
+        if base == "bf16":
+            want = "ok, 1 rows"
+        elif kernels == "stock":
+            want = "FAILED (1), 0 rows" if adapters == "none" else "FAILED (-9), 0 rows"
+        else:
+            want = "FAILED (-9), 0 rows" if adapters == "shared-outer" else "FAILED (1), 1 rows"
+        assert state.startswith(want), (name, state)
+    assert "died while it started" in out and "died after its rows" in out
+    first = min(e[0] for e in events["turn"])
+    assert first - min(e[0] for e in events["start"]) > 5, "the wave waits for the cell that hangs, until it is killed"
+    assert len(rows) == 8, "with those of a cell that died after it had written them"
+    log = (tmp_path / "work" / "vllm_decode_logs" / "beam_bf16_ours_none_32_tp1pp1.log").read_text()
+    assert "its turn, after a wait of" in log
+
+
+def test_cell_leaves_when_its_ladder_has_gone(tmp_path):
+    """A waiting engine holds a GPU: it must not wait for a turn that nobody gives."""
+    cell = (
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n"
+        "from pathlib import Path\nimport vllm_decode\n"
+        "try:\n    vllm_decode.wait_for_turn(Path('a.json'), int(sys.argv[1]))\n"
+        "except SystemExit as end:\n    Path('end').write_text(str(end))\n"
+    )
+    ladder = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {cell!r}, str(os.getpid())])\n"
+        "while not os.path.exists('a.ready'):\n    time.sleep(0.05)\n"
+    )
+    subprocess.run([sys.executable, "-c", ladder], cwd=tmp_path, check=True, timeout=60)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "end").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "the ladder has gone" in (tmp_path / "end").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--full", "--tp", "8", "--together", "2"), "--together goes without --full"),
+        (("--together", "0"), "--together must be at least 1"),
+        (("--cell", "--ladder", "1"), "--ladder goes with --rows"),
+    ],
+)
+def test_refused_arguments(bench, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        bench.parse(list(arguments))
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, heads",
+    [
+        ((), 1),
+        (("--of-tp", "1"), 8),
+        (("--tp", "2"), 1),
+        (("--pp", "2"), 1),
+        (("--layers", "4", "--batches", "256"), 1),
+    ],
+    ids=["share", "whole", "tp2", "pp2", "large batch"],
+)
+def test_fixed_kv_cache_holds_the_largest_batch(bench, tmp_path, arguments, heads):
+    """vLLM's own planner accepts the fixed bytes for ``max_model_len``; every request of the batch has its blocks."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    opts = bench.parse(["--cell", "--together", "3", *arguments])
+    bench.write_model(tmp_path / "m", "beam", opts.layers, opts.of_tp)
+    memory = bench.memory_options(opts)
+    config = EngineArgs(
+        model=str(tmp_path / "m"), load_format="dummy", skip_tokenizer_init=True, max_model_len=bench.MODEL_LEN,
+        max_num_batched_tokens=4096, max_num_seqs=bench.most_requests(opts), enable_prefix_caching=False, **memory,
+    ).create_engine_config()  # fmt: skip
+    assert config.cache_config.kv_cache_memory_bytes == memory["kv_cache_memory_bytes"]
+    assert config.cache_config.gpu_memory_utilization == bench.USE / 3
+    config.cache_config.kv_cache_layout = "LBNHC"  # what the attention backend decides in an engine
+    common = {"num_kv_heads": heads, "head_size": 128, "dtype": torch.bfloat16}
+    kinds = bench.model_config("beam", opts.layers, opts.of_tp)["layer_types"]
+    stage = opts.layers // opts.pp
+    for size in (16, 64):
+        specs = [
+            {
+                f"layer.{i}": FullAttentionSpec(block_size=size, **common)
+                if kinds[i] == "full_attention"
+                else SlidingWindowSpec(block_size=size, sliding_window=512, **common)
+                for i in range(first, first + stage)
+            }
+            for first in range(0, opts.layers, stage)
+        ]
+        groups = get_global_kv_cache_groups(config, specs)
+        planned = get_kv_cache_configs(config, specs, [memory["kv_cache_memory_bytes"]] * opts.pp, groups)
+        blocks = len(groups) * -(-(bench.PROMPT + bench.LONG) // size)
+        requests = max(map(int, opts.batches.split(",")))
+        assert all(p.num_blocks > requests * blocks for p in planned)
+    assert "kv_cache_memory_bytes" not in bench.memory_options(bench.parse(["--cell", "--arch", "beam-full"]))
