@@ -22,6 +22,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     let_next_start,
     live_rank,
     load_ranks,
+    wait_for_count,
     wait_for_previous,
 )
 
@@ -51,51 +52,17 @@ def _adapt(
     return tl.where(mine[:, None], g + tl.trans(dg), g), tl.where(mine[:, None], u + tl.trans(du), u)
 
 
-@triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
-def _activate_kernel(
-    gu_ptr,  # (SPLITS, P, 2I)
-    t_ptr,  # (SPLITS, P|T, NA * R)
-    b_ptr,  # (L, E, I, R)
-    a2_ptr,  # (L, E, R, I)
-    h_ptr,  # (P, I)
-    s_ptr,  # (TILES, P, R)
-    topk_ids_ptr,  # (P,)
-    expert_map_ptr,  # (E_GLOBAL,)
-    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
-    block_experts_ptr,  # (MAX_BLOCKS,)
-    lora_ids_ptr,  # (T,)
-    ranks_ptr,  # (L,)
-    enabled_ptr,  # (L,)
-    T,
-    E_GLOBAL,
-    E,
-    SLOTS,
-    MAX_BLOCKS,
-    up_b_offset,
-    stride_bl,
-    stride_be,
-    stride_bi,
-    stride_al,
-    stride_ae,
-    stride_ar,
-    I: tl.constexpr,
-    RANK: tl.constexpr,
-    NA: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHARED_A: tl.constexpr,
-    MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
-    HAS_MAP: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # 0: rows come from the plan
-    BLOCK_M: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (ceil(I / BLOCK_I), MAX_BLOCKS)."""
-    tile = tl.program_id(0)
-    block = tl.program_id(1)
+@triton.jit
+def activate_unit(
+    tile, block, gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, topk_ids_ptr, expert_map_ptr, order_ptr,
+    block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_b_offset, stride_bl,
+    stride_be, stride_bi, stride_al, stride_ae, stride_ar, I: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr, SHARED_A: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr, counts_ptr, wanted, wanted_shared, MAX_BLOCKS,
+    JOINED: tl.constexpr,
+):  # fmt: skip
+    """Tile ``tile`` of a block, once the programs before it (JOINED: those of its block that count up) are through."""
     expert, pair, mask_m = block_rows(
         topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
         BLOCK_M, BLOCK_P, HAS_MAP,
@@ -119,8 +86,14 @@ def _activate_kernel(
         a_ptrs = a_rows + r_0.to(tl.int64)[:, None] * stride_ar + i[None, :]
         a_0 = tl.load(a_ptrs, mask=(r_0 < live_0)[:, None] & mask_i[None, :], other=0.0)
 
-    wait_for_previous(PDL)
-    let_next_start(PDL)
+    if JOINED:
+        if expert >= 0:
+            wait_for_count(counts_ptr + block, wanted, INTERPRETED)
+            if SHARED_A:
+                wait_for_count(counts_ptr + 2 * MAX_BLOCKS, wanted_shared, INTERPRETED)
+    else:
+        wait_for_previous(PDL)
+        let_next_start(PDL)
     if expert >= 0:
         mask = mask_m[:, None] & mask_i[None, :]
         gate_ptrs = gu_ptr + pair[:, None] * (2 * I) + i[None, :]
@@ -174,3 +147,53 @@ def _activate_kernel(
                             a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_i[None, :], other=0.0)
                             s = tl.trans(dot(a, tl.trans(h), zero, INTERPRETED))
                             tl.store(out + r[None, :], s, mask=mine[:, None] & (r < live)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "SLOTS"])
+def _activate_kernel(
+    gu_ptr,  # (SPLITS, P, 2I)
+    t_ptr,  # (SPLITS, P|T, NA * R)
+    b_ptr,  # (L, E, I, R)
+    a2_ptr,  # (L, E, R, I)
+    h_ptr,  # (P, I)
+    s_ptr,  # (TILES, P, R)
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
+    block_experts_ptr,  # (MAX_BLOCKS,)
+    lora_ids_ptr,  # (T,)
+    ranks_ptr,  # (L,)
+    enabled_ptr,  # (L,)
+    T,
+    E_GLOBAL,
+    E,
+    SLOTS,
+    up_b_offset,
+    stride_bl,
+    stride_be,
+    stride_bi,
+    stride_al,
+    stride_ae,
+    stride_ar,
+    I: tl.constexpr,
+    RANK: tl.constexpr,
+    NA: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARED_A: tl.constexpr,
+    MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
+    HAS_MAP: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # 0: rows come from the plan
+    BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (ceil(I / BLOCK_I), MAX_BLOCKS)."""
+    activate_unit(
+        tl.program_id(0), tl.program_id(1), gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, topk_ids_ptr,
+        expert_map_ptr, order_ptr, block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS,
+        up_b_offset, stride_bl, stride_be, stride_bi, stride_al, stride_ae, stride_ar, I, RANK, NA, TOP_K, SPLITS,
+        SHARED_A, MORE, HAS_MAP, BLOCK_P, BLOCK_M, BLOCK_I, BLOCK_R, INTERPRETED, PDL, order_ptr, 0, 0, 0, False,
+    )  # fmt: skip

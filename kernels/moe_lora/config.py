@@ -32,6 +32,7 @@ class MoEConfig:
     up_block_k: int = 128
     up_warps: int = 4
     up_stages: int = 4
+    up_tma: bool = False  # a dense W13 comes by a TMA descriptor where it can have one, as MXFP8 codes always do
     splits: int = 4  # shares of the hidden axis in the first product
     act_block_i: int = 64
     act_warps: int = 4
@@ -44,6 +45,9 @@ class MoEConfig:
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
+    # blocks by which activate follows gate_up, and down activate, in one launch (`joined`; needs "plan" and one number
+    # of warps); 0: a launch each
+    lag: int = 0
 
     @classmethod
     def pick(
@@ -123,8 +127,13 @@ class MoEConfig:
         for fields, choices in GROUPS[base]:
             for values in choices:
                 neighbour = replace(self, **dict(zip(fields, values, strict=True)))
-                if neighbour != self:
+                if neighbour != self and neighbour.joins:
                     yield neighbour
+
+    @property
+    def joins(self) -> bool:
+        """Whether the launch form fits: one launch for the products needs a plan and one number of warps."""
+        return not self.lag or (self.rows == "plan" and self.up_warps == self.act_warps == self.down_warps)
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
@@ -135,6 +144,20 @@ _Groups = tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...]
 _DENSE: _Groups = (
     (("rows",), (("plan",), ("search",), ("direct",))),
     (("splits",), ((1,), (2,), (3,), (4,), (5,), (8,), (10,))),
+    (
+        ("rows", "lag", "splits"),
+        (
+            ("plan", 0, 1),
+            ("plan", 4, 4),
+            ("plan", 8, 2),
+            ("plan", 8, 4),
+            ("plan", 16, 2),
+            ("plan", 16, 1),
+            ("plan", 32, 1),
+        ),
+    ),
+    (("lag",), ((2,), (4,), (6,), (8,), (12,), (16,), (24,), (32,))),
+    (("up_tma",), ((False,), (True,))),
     (("splits", "up_stages"), ((3, 3), (4, 3), (5, 3))),  # more programs need room for more of them
     (
         ("up_block_n", "up_block_k", "up_warps", "up_stages"),
@@ -167,6 +190,7 @@ _DENSE: _Groups = (
     (("block_m",), ((16,), (32,), (64,), (128,))),
 )
 _MXFP8: _Groups = (
+    (("lag", "splits"), ((0, 1), (0, 2), (4, 2), (8, 2), (16, 1), (32, 1), (16, 2))),
     (("splits",), ((1,), (2,), (4,), (5,))),
     (("up_block_k", "up_stages"), ((256, 2), (256, 3), (256, 4), (128, 4), (128, 6))),
     (("act_block_i", "act_warps"), ((32, 4), (64, 4), (64, 8))),

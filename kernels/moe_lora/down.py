@@ -33,9 +33,12 @@ from beam_moe.kernels.moe_lora.pipeline import (
     local_expert,
     planned_rows,
     single_row,
+    wait_for_count,
     wait_for_previous,
 )
 from beam_moe.kernels.mxfp8.decode_block import row_top, settled
+
+TOKENS = tl.constexpr(16)  # of one program that sums s over experts
 
 
 @triton.jit
@@ -77,7 +80,7 @@ def _add_adapters(
 
 
 @triton.jit
-def _sum_experts(
+def sum_experts(
     s_ptr, v_ptr, topk_weights_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr,
     first_token, T, E_GLOBAL, E, SLOTS, P,
     RANK: tl.constexpr, TILES: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
@@ -169,83 +172,23 @@ def _mxfp8_tiles(
     return tl.maximum(tl.max(h_wide.to(tl.int32), 0), tl.max((seen & 256).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
-def _down_kernel(
-    h_ptr,  # (P, I)
-    w2_ptr,  # (E, H, I)
-    s_ptr,  # (TILES, P, R)
-    b2_ptr,  # (L, E, H, R)
-    y_ptr,  # (P, H)
-    v_ptr,  # (T, R), where B2 is shared
-    topk_weights_ptr,  # (P,)
-    topk_ids_ptr,  # (P,)
-    expert_map_ptr,  # (E_GLOBAL,)
-    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
-    block_experts_ptr,  # (MAX_BLOCKS,)
-    lora_ids_ptr,  # (T,)
-    ranks_ptr,  # (L,)
-    enabled_ptr,  # (L,)
-    T,
-    E_GLOBAL,
-    E,
-    SLOTS,
-    MAX_BLOCKS,
-    stride_we,
-    stride_wn,
-    stride_bl,
-    stride_be,
-    stride_bn,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    RANK: tl.constexpr,  # 0: no adapters
-    SHARED_B: tl.constexpr,
-    TILES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
-    HAS_MAP: tl.constexpr,
-    WHOLE: tl.constexpr,  # a step takes the whole of I, and h stays in shared memory
-    DIRECT: tl.constexpr,
-    TILES_PER_PROGRAM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    PDL: tl.constexpr,
-    scales_ptr=None,  # (E, H, I / 32): what follows is there under an MXFP8 base
-    words_ptr=None,  # (E, H)
-    stride_se=0,
-    stride_sn=0,
-    BASE: tl.constexpr = "dense",
-    FP16: tl.constexpr = False,
-    NORMALIZED: tl.constexpr = False,
-    SOFT: tl.constexpr = False,
-    W_TMA: tl.constexpr = False,
-    STAGES: tl.constexpr = 1,
-):
-    """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS); blocks of 16 tokens come first where B2 is shared.
-
-    One loop over a program's tiles, so that the loads of a tile are under way while the one before it is finished.
-    """
+@triton.jit
+def down_unit(
+    part, block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr,
+    lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl, stride_be,
+    stride_bn, H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED_B: tl.constexpr, TILES: tl.constexpr,
+    TOP_K: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, WHOLE: tl.constexpr, DIRECT: tl.constexpr,
+    TILES_PER_PROGRAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se,
+    stride_sn, BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr,
+    W_TMA: tl.constexpr, STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Program ``part`` of a block of pairs, once the programs before it (JOINED: those of its block) are through."""
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     EVEN_N: tl.constexpr = H % (BLOCK_N * TILES_PER_PROGRAM) == 0
     ADAPTED: tl.constexpr = RANK > 0 and not SHARED_B
-    first_tile = tl.program_id(0) * TILES_PER_PROGRAM
-    block = tl.program_id(1)
-    if SHARED_B:
-        token_blocks = tl.cdiv(T, 16)
-        if block < token_blocks:
-            wait_for_previous(PDL)
-            let_next_start(PDL)
-            if first_tile == 0:
-                _sum_experts(
-                    s_ptr, v_ptr, topk_weights_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr,
-                    block * 16, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),
-                    RANK, TILES, TOP_K, HAS_MAP, 16, BLOCK_R,
-                )  # fmt: skip
-            return
-        block -= token_blocks
+    first_tile = part * TILES_PER_PROGRAM
     if DIRECT:
         expert, pair, mask_m = single_row(topk_ids_ptr, expert_map_ptr, block, T * TOP_K, E_GLOBAL, E, BLOCK_M, HAS_MAP)
     else:
@@ -262,8 +205,12 @@ def _down_kernel(
         first_slot = tl.max(slot_m, 0)
         live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
 
-    wait_for_previous(PDL)
-    let_next_start(PDL)
+    if JOINED:
+        if expert >= 0:
+            wait_for_count(counts_ptr + MAX_BLOCKS + block, wanted, INTERPRETED)
+    else:
+        wait_for_previous(PDL)
+        let_next_start(PDL)
     if expert >= 0:
         if ADAPTED:
             mine = (slot_m == first_slot) & (live_0 > 0)
@@ -362,7 +309,7 @@ def _down_kernel(
             for step in tl.static_range(STEPS):
                 mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
                 h_tiles = h_tiles + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0)),)
-            for tile in range(first_tile, first_tile + TILES_PER_PROGRAM):
+            for tile in tl.range(first_tile, first_tile + TILES_PER_PROGRAM, num_stages=STAGES):
                 n = tile * BLOCK_N + offs_n
                 mask_n = n < H
                 w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
@@ -385,7 +332,7 @@ def _down_kernel(
                 )
         else:
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for step in range(STEPS * TILES_PER_PROGRAM):
+            for step in tl.range(0, STEPS * TILES_PER_PROGRAM, num_stages=STAGES):
                 tile = first_tile + step // STEPS
                 k = (step % STEPS) * BLOCK_K
                 n = tile * BLOCK_N + offs_n
@@ -411,3 +358,83 @@ def _down_kernel(
                         y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"
                     )
                     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "SLOTS"])
+def _down_kernel(
+    h_ptr,  # (P, I)
+    w2_ptr,  # (E, H, I)
+    s_ptr,  # (TILES, P, R)
+    b2_ptr,  # (L, E, H, R)
+    y_ptr,  # (P, H)
+    v_ptr,  # (T, R), where B2 is shared
+    topk_weights_ptr,  # (P,)
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
+    block_experts_ptr,  # (MAX_BLOCKS,)
+    lora_ids_ptr,  # (T,)
+    ranks_ptr,  # (L,)
+    enabled_ptr,  # (L,)
+    T,
+    E_GLOBAL,
+    E,
+    SLOTS,
+    stride_we,
+    stride_wn,
+    stride_bl,
+    stride_be,
+    stride_bn,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    RANK: tl.constexpr,  # 0: no adapters
+    SHARED_B: tl.constexpr,
+    TILES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    MORE: tl.constexpr,  # more than one slot, or a rank above BLOCK_R
+    HAS_MAP: tl.constexpr,
+    WHOLE: tl.constexpr,  # a step takes the whole of I, and h stays in shared memory
+    DIRECT: tl.constexpr,
+    TILES_PER_PROGRAM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+    scales_ptr=None,  # (E, H, I / 32): what follows is there under an MXFP8 base
+    words_ptr=None,  # (E, H)
+    stride_se=0,
+    stride_sn=0,
+    BASE: tl.constexpr = "dense",
+    FP16: tl.constexpr = False,
+    NORMALIZED: tl.constexpr = False,
+    SOFT: tl.constexpr = False,
+    W_TMA: tl.constexpr = False,
+    STAGES: tl.constexpr = 3,
+):
+    """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), after the blocks of tokens where experts share B2.
+
+    One loop over a program's tiles, so that the loads of a tile are under way while the one before it is finished.
+    """
+    block = tl.program_id(1)
+    token_blocks = 0
+    if SHARED_B:
+        token_blocks = tl.cdiv(T, TOKENS)
+    if SHARED_B and block < token_blocks:
+        wait_for_previous(PDL)
+        let_next_start(PDL)
+        if tl.program_id(0) == 0:
+            sum_experts(
+                s_ptr, v_ptr, topk_weights_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr,
+                block * TOKENS, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),
+                RANK, TILES, TOP_K, HAS_MAP, TOKENS, BLOCK_R,
+            )  # fmt: skip
+    else:
+        down_unit(
+            tl.program_id(0), block - token_blocks, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr,
+            order_ptr, block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we,
+            stride_wn, stride_bl, stride_be, stride_bn, H, I, RANK, SHARED_B, TILES, TOP_K, MORE, HAS_MAP, WHOLE,
+            DIRECT, TILES_PER_PROGRAM, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, PDL, scales_ptr, words_ptr,
+            stride_se, stride_sn, BASE, FP16, NORMALIZED, SOFT, W_TMA, STAGES, order_ptr, 0, 0, False,
+        )  # fmt: skip

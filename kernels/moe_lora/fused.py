@@ -30,9 +30,10 @@ from beam_moe.kernels.moe_lora.activate import _activate_kernel
 from beam_moe.kernels.moe_lora.bank import ExpertLoRA
 from beam_moe.kernels.moe_lora.combine import _combine_kernel
 from beam_moe.kernels.moe_lora.config import MoEConfig
-from beam_moe.kernels.moe_lora.down import _down_kernel
+from beam_moe.kernels.moe_lora.down import TOKENS, _down_kernel
 from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
-from beam_moe.kernels.moe_lora.mxfp8 import operand
+from beam_moe.kernels.moe_lora.joined import _joined_kernel, joined_constants, joined_grid
+from beam_moe.kernels.moe_lora.mxfp8 import described, operand
 from beam_moe.kernels.moe_lora.plan import build_plan
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
@@ -111,6 +112,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
     _require(number, "routed_scaling", "a finite number", repr(routed_scaling))
     if config is not None:
         _require(isinstance(config, MoEConfig), "config", "a MoEConfig", type(config).__name__)
+        _require(config.joins, "config", "of rows='plan' and one number of warps where lag is not 0", config)
     if lora_ids is not None:
         _tensor("lora_ids", lora_ids, 1, (torch.int32,), device)
         _require(lora_ids.shape[0] == tokens, "lora_ids", f"({tokens},)", tuple(lora_ids.shape))
@@ -200,17 +202,19 @@ def _run(
             images = {"x": x, "xn": buffers.xn, "words": buffers.words}
         up_w, up_strides, down_w, down_strides = up.codes, up.strides, down.codes, down.strides
         ahead = scales_ahead(w13.scale, cfg.up_block_n, cfg.up_block_k, cfg.up_warps)
-        up_base = up.constants | {"NORMALIZED": bool(images), "AHEAD": ahead, "STAGES": cfg.up_stages}
+        up_base = up.constants | {"NORMALIZED": bool(images), "AHEAD": ahead}
         up_base |= {"xn_ptr": buffers.xn if images else x, "x_words_ptr": buffers.words}
         if cfg.block_m <= 16 and cfg.up_warps == 4:
             up_base["maxnreg"] = 168  # three programs a multiprocessor; the compiler would stop a few registers above
-        down_base = down.constants | {"NORMALIZED": bf16, "STAGES": cfg.down_stages}
+        down_base = down.constants | {"NORMALIZED": bf16}
     else:
         up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]
+        if cfg.up_tma and (blocks13 := described(w13, cfg.up_block_n, cfg.up_block_k)) is not None:
+            up_w, up_base = blocks13, {"W_TMA": True}
 
     if cfg.rows == "plan" or images:
         build_plan(
-            topk_ids, expert_map, experts, cfg.block_m, order, table,
+            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.counts,
             num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl, planned=cfg.rows == "plan",
             **images,
         )  # fmt: skip
@@ -235,36 +239,55 @@ def _run(
         up_a_offset, up_b_offset = _offset(gate_a, up_a), _offset(gate_b, up_b)
 
     w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
-    if shared_a:
-        grid = (max(w_tiles, a_tiles) * cfg.splits, blocks + triton.cdiv(tokens, cfg.block_m))
+    if cfg.lag:
+        grid = joined_grid(
+            tokens=tokens, hidden=hidden, inter=inter, blocks=blocks, a_rows=na * rank, shared_a=shared_a,
+            shared_b=shared_b, config=cfg,
+        )  # fmt: skip
+        _joined_kernel[grid](
+            x, up_w, down_w, gate_a, gate_b, w2_a, w2_b, buffers.gu, t, buffers.h, s, buffers.y, buffers.counts,
+            topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
+            tokens, e_global, experts, slots, blocks, up_a_offset, up_b_offset,
+            x.stride(0), *up_strides, *down_strides, a_strides[0], a_strides[1], a_strides[2],
+            b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
+            b2_strides[0], b2_strides[1], b2_strides[2],
+            H=hidden, I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, SHARED_B=shared_b, MORE=more,
+            LAG=cfg.lag, BLOCK_M=cfg.block_m, UP_N=cfg.up_block_n, UP_K=cfg.up_block_k, UP_STAGES=cfg.up_stages,
+            BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
+            DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, BLOCK_R=block_r,
+            BLOCK_B=triton.next_power_of_2(blocks) if shared_b else 1, HAS_MAP=has_map,
+            num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
+        )  # fmt: skip
     else:
-        grid = ((w_tiles + a_tiles) * cfg.splits, blocks)
-    _gate_up_kernel[grid](
-        x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
-        tokens, e_global, experts, slots, blocks, up_a_offset,
-        x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
-        H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
-        BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
-        num_warps=cfg.up_warps, HAS_MAP=has_map, num_stages=cfg.up_stages, **common, **up_base,
-    )  # fmt: skip
-    _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
-        buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
-        tokens, e_global, experts, slots, blocks, up_b_offset,
-        b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
-        I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, BLOCK_P=block_p,
-        BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
-        HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
-    )  # fmt: skip
-    token_blocks = triton.cdiv(tokens, 16) if shared_b else 0
-    _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
-        buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
-        tokens, e_global, experts, slots, blocks,
-        *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
-        H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
-        WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
-        BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-        num_warps=cfg.down_warps, num_stages=cfg.down_stages, **common, **down_base,
-    )  # fmt: skip
+        up_parts, token_blocks = (w_tiles + a_tiles) * cfg.splits, 0
+        if shared_a:
+            up_parts, token_blocks = max(w_tiles, a_tiles) * cfg.splits, triton.cdiv(tokens, cfg.block_m)
+        _gate_up_kernel[(up_parts, token_blocks + blocks)](
+            x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
+            tokens, e_global, experts, slots, up_a_offset,
+            x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
+            H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
+            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, **common, **up_base,
+        )  # fmt: skip
+        _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
+            buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
+            tokens, e_global, experts, slots, up_b_offset,
+            b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
+            I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, BLOCK_P=block_p,
+            BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
+            HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
+        )  # fmt: skip
+        token_blocks = triton.cdiv(tokens, TOKENS.value) if shared_b else 0
+        _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
+            buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
+            tokens, e_global, experts, slots,
+            *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
+            H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
+            WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
+            num_warps=cfg.down_warps, STAGES=cfg.down_stages, **common, **down_base,
+        )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h
     _combine_kernel[(triton.cdiv(hidden, block_h), triton.cdiv(tokens, block_t))](

@@ -30,28 +30,36 @@ from beam_moe.kernels.moe_lora.pipeline import (
 
 @triton.jit
 def _rows_times_x(
-    w_ptr, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+    w, first_row, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, MASK_ROWS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    W_TMA: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last."""
+    """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last.
+
+    The rows are those of a descriptor from ``first_row`` on (W_TMA), or of a pointer at ``row_offsets``.
+    """
     offs_k = k_first + tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + row_offsets[:, None] + offs_k[None, :]
+    if not W_TMA:
+        w_ptrs = w + row_offsets[:, None] + offs_k[None, :]
     x_ptrs = x_ptr + x_offsets[:, None] + offs_k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for k in range(k_first, k_last, BLOCK_K):
+    for k in tl.range(k_first, k_last, BLOCK_K, num_stages=STAGES):
+        mask_k = k + tl.arange(0, BLOCK_K) < H
+        if W_TMA:
+            tile = w.load([first_row, k])
+        elif EVEN_K and not MASK_ROWS:
+            tile = tl.load(w_ptrs)
+        elif EVEN_K:
+            tile = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
+        else:
+            tile = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0)
         if EVEN_K:
-            if MASK_ROWS:
-                w = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
-            else:
-                w = tl.load(w_ptrs)
             x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
         else:
-            mask_k = k + tl.arange(0, BLOCK_K) < H
-            w = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0)
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-        acc = dot(w, tl.trans(x), acc, INTERPRETED)
-        w_ptrs += BLOCK_K
+        acc = dot(tile, tl.trans(x), acc, INTERPRETED)
+        if not W_TMA:
+            w_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
     return acc
 
@@ -61,7 +69,8 @@ def _adapter_tile(
     x_ptr, x_offsets, a_ptr, expert, t_ptr, t_row, token, mask_m, tile, k_first, k_last,
     lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
     H: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """t of one tile of A's rows, for each adapter that the block's rows use; nothing past its live rank is read."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,79 +84,30 @@ def _adapter_tile(
             mask_n = (n < NA * RANK) & (r < live_rank(ranks_ptr, enabled_ptr, slot, RANK))
             if tl.sum(mask_n.to(tl.int32), 0) > 0:
                 acc = _rows_times_x(
-                    a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
+                    a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae, 0,
                     a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, INTERPRETED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, False, STAGES, INTERPRETED,
                 )  # fmt: skip
                 tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
 
 
-@triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
-def _gate_up_kernel(
-    x_ptr,  # (T, H)
-    w13_ptr,  # (E, 2I, H)
-    a_ptr,  # (L, E|1, R, H)
-    gu_ptr,  # (SPLITS, P, 2I)
-    t_ptr,  # (SPLITS, P|T, NA * R)
-    topk_ids_ptr,  # (P,)
-    expert_map_ptr,  # (E_GLOBAL,)
-    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
-    block_experts_ptr,  # (MAX_BLOCKS,)
-    lora_ids_ptr,  # (T,)
-    ranks_ptr,  # (L,)
-    enabled_ptr,  # (L,)
-    T,
-    E_GLOBAL,
-    E,
-    SLOTS,
-    MAX_BLOCKS,
-    up_a_offset,
-    stride_xt,
-    stride_we,
-    stride_wn,
-    stride_al,
-    stride_ae,
-    stride_ar,
-    H: tl.constexpr,
-    N: tl.constexpr,  # 2I
-    RANK: tl.constexpr,  # 0: no adapters
-    NA: tl.constexpr,  # 1: gate and up share A
-    TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHARED_A: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # 0: rows come from the plan
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    PDL: tl.constexpr,
-    xn_ptr=None,  # (T, H) fp16: what follows is there under an MXFP8 base
-    x_words_ptr=None,  # (T,)
-    scales_ptr=None,  # (E, 2I, H / 32)
-    words_ptr=None,  # (E, 2I)
-    stride_se=0,
-    stride_sn=0,
-    BASE: tl.constexpr = "dense",
-    FP16: tl.constexpr = False,
-    NORMALIZED: tl.constexpr = False,
-    SOFT: tl.constexpr = False,
-    W_TMA: tl.constexpr = False,
-    AHEAD: tl.constexpr = False,
-    STAGES: tl.constexpr = 1,
-):
-    """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS), after the blocks of tokens where experts share A."""
+@triton.jit
+def gate_up_unit(
+    unit, block, x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr, topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr,
+    lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_a_offset, stride_xt, stride_we, stride_wn,
+    stride_al, stride_ae, stride_ar, H: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr, SHARED_A: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
+    W_TMA: tl.constexpr, xn_ptr, x_words_ptr, scales_ptr, words_ptr, stride_se, stride_sn, BASE: tl.constexpr,
+    FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tile and share ``unit`` of a block; blocks of tokens come before those of pairs where experts share A."""
     W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = W_TILES if SHARED_A else W_TILES + A_TILES
     A_BLOCK_K: tl.constexpr = BLOCK_K if BASE == "dense" else BLOCK_K // 2  # as many bytes of A as of codes
     K_SHARE: tl.constexpr = ((H + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)) * BLOCK_K
-    unit = tl.program_id(0)
-    block = tl.program_id(1)
     P = T * TOP_K
-    wait_for_previous(PDL)
-    let_next_start(PDL)
-
     token_blocks = 0
     if SHARED_A:
         token_blocks = tl.cdiv(T, BLOCK_M)
@@ -161,7 +121,7 @@ def _gate_up_kernel(
                 x_ptr, token.to(tl.int64) * stride_xt, a_ptr, unit * 0, t_ptr, split.to(tl.int64) * T + token, token,
                 mask_m, unit % A_TILES, split * K_SHARE, tl.minimum(split * K_SHARE + K_SHARE, H),
                 lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, INTERPRETED,
+                H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, STAGES, INTERPRETED,
             )  # fmt: skip
     elif unit < TILES * SPLITS:
         block -= token_blocks
@@ -196,9 +156,10 @@ def _gate_up_kernel(
                     )  # fmt: skip
                 else:
                     acc = _rows_times_x(
-                        w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N,
-                        x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, INTERPRETED,
+                        w13_ptr if W_TMA else w13_ptr + expert.to(tl.int64) * stride_we, expert * N + tile * BLOCK_N,
+                        n.to(tl.int64) * stride_wn, n < N, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, W_TMA, STAGES,
+                        INTERPRETED,
                     )  # fmt: skip
                 out = gu_ptr + row[:, None] * N + n[None, :]
                 tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
@@ -206,5 +167,70 @@ def _gate_up_kernel(
                 _adapter_tile(
                     x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
                     lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                    H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, INTERPRETED,
+                    H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, STAGES, INTERPRETED,
                 )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "SLOTS"])
+def _gate_up_kernel(
+    x_ptr,  # (T, H)
+    w13_ptr,  # (E, 2I, H)
+    a_ptr,  # (L, E|1, R, H)
+    gu_ptr,  # (SPLITS, P, 2I)
+    t_ptr,  # (SPLITS, P|T, NA * R)
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    order_ptr,  # (MAX_BLOCKS, BLOCK_M)
+    block_experts_ptr,  # (MAX_BLOCKS,)
+    lora_ids_ptr,  # (T,)
+    ranks_ptr,  # (L,)
+    enabled_ptr,  # (L,)
+    T,
+    E_GLOBAL,
+    E,
+    SLOTS,
+    up_a_offset,
+    stride_xt,
+    stride_we,
+    stride_wn,
+    stride_al,
+    stride_ae,
+    stride_ar,
+    H: tl.constexpr,
+    N: tl.constexpr,  # 2I
+    RANK: tl.constexpr,  # 0: no adapters
+    NA: tl.constexpr,  # 1: gate and up share A
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARED_A: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # 0: rows come from the plan
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+    W_TMA: tl.constexpr = False,  # w13_ptr is a descriptor of (E * 2I, H)
+    xn_ptr=None,  # (T, H) fp16: what follows is there under an MXFP8 base
+    x_words_ptr=None,  # (T,)
+    scales_ptr=None,  # (E, 2I, H / 32)
+    words_ptr=None,  # (E, 2I)
+    stride_se=0,
+    stride_sn=0,
+    BASE: tl.constexpr = "dense",
+    FP16: tl.constexpr = False,
+    NORMALIZED: tl.constexpr = False,
+    SOFT: tl.constexpr = False,
+    AHEAD: tl.constexpr = False,
+    STAGES: tl.constexpr = 3,
+):
+    """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS), after the blocks of tokens where experts share A."""
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    gate_up_unit(
+        tl.program_id(0), tl.program_id(1), x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr, topk_ids_ptr, expert_map_ptr,
+        order_ptr, block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_a_offset,
+        stride_xt, stride_we, stride_wn, stride_al, stride_ae, stride_ar, H, N, RANK, NA, TOP_K, SPLITS, SHARED_A,
+        HAS_MAP, BLOCK_P, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED, W_TMA, xn_ptr, x_words_ptr, scales_ptr, words_ptr,
+        stride_se, stride_sn, BASE, FP16, NORMALIZED, SOFT, AHEAD, STAGES,
+    )  # fmt: skip

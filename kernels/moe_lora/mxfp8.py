@@ -45,14 +45,18 @@ class Operand(NamedTuple):
     constants: dict[str, Any]  # and its scales and words, by name
 
 
+def described(w: torch.Tensor, block_n: int, block_k: int) -> Any:
+    """A TMA descriptor of blocks of ``w`` (E, N, K) as (E * N, K), or None where it cannot have one."""
+    experts, rows, cols = w.shape
+    if _soft(w.device) or w.stride(0) != rows * w.stride(1):
+        return None
+    return _descriptor(w.as_strided((experts * rows, cols), (w.stride(1), 1)), [block_n, block_k])
+
+
 def operand(w: MXFP8Tensor, block_n: int, block_k: int) -> Operand:
     """``w`` (E, N, K) for tiles of (block_n, block_k)."""
     codes = w.data.view(torch.uint8)
-    experts, rows, cols = codes.shape
-    soft, described = _soft(codes.device), None
-    if not soft and codes.stride(0) == rows * codes.stride(1):
-        flat = codes.as_strided((experts * rows, cols), (codes.stride(1), 1))
-        described = _descriptor(flat, [block_n, block_k])
+    blocks = described(codes, block_n, block_k)
     constants = {
         "scales_ptr": w.scale,
         "words_ptr": w.scale if w.rows is None else w.rows,
@@ -60,10 +64,10 @@ def operand(w: MXFP8Tensor, block_n: int, block_k: int) -> Operand:
         "stride_sn": w.scale.stride(1),
         "BASE": "mxfp8",
         "FP16": w.rows is not None,
-        "SOFT": soft,
-        "W_TMA": described is not None,
+        "SOFT": _soft(codes.device),
+        "W_TMA": blocks is not None,
     }
-    return Operand(codes if described is None else described, (codes.stride(0), codes.stride(1)), constants)
+    return Operand(codes if blocks is None else blocks, (codes.stride(0), codes.stride(1)), constants)
 
 
 @triton.jit

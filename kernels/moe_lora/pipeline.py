@@ -27,6 +27,52 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
+def count_up(count_ptr):
+    """Say that this program's writes are done: they can be seen by whoever finds the count raised."""
+    tl.debug_barrier()  # the writes of all threads come before the one thread's release
+    tl.atomic_add(count_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _seen(count_ptr):
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [count_ptr.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def wait_for_count(count_ptr, wanted, INTERPRETED: tl.constexpr):
+    """Block until ``wanted`` programs of this launch have counted up; they must have smaller program ids.
+
+    The interpreter runs programs in the order of their ids, so there the count must have been reached.
+    """
+    if INTERPRETED:
+        tl.device_assert(tl.load(count_ptr) >= wanted)
+    else:
+        count = _seen(count_ptr)
+        while count < wanted:
+            count = _seen(count_ptr)
+
+
+@triton.jit
+def wait_for_counts(
+    counts_ptr, block_experts_ptr, wanted, MAX_BLOCKS, BLOCK_B: tl.constexpr, INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """`wait_for_count` for every block that has an expert."""
+    block = tl.arange(0, BLOCK_B)
+    mask = block < MAX_BLOCKS
+    used = mask & (tl.load(block_experts_ptr + block, mask=mask, other=-1) >= 0)
+    ptrs = counts_ptr + tl.where(mask, block, 0)
+    if INTERPRETED:
+        tl.device_assert((tl.load(ptrs) >= wanted) | (used == 0))
+    else:
+        missing = tl.sum((used & (_seen(ptrs) < wanted)).to(tl.int32), 0)
+        while missing > 0:
+            missing = tl.sum((used & (_seen(ptrs) < wanted)).to(tl.int32), 0)
+
+
+@triton.jit
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
     """``acc + a @ b`` in fp32; Triton's interpreter would multiply the bits of bf16 as integers."""
     if INTERPRETED:

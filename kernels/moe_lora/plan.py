@@ -33,6 +33,7 @@ def _plan_kernel(
     E_GLOBAL,
     E,
     MAX_BLOCKS,
+    counts_ptr,  # (2 * MAX_BLOCKS + 1,)
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -46,6 +47,7 @@ def _plan_kernel(
     stride_xt=0,
     H: tl.constexpr = 0,
     BLOCK_H: tl.constexpr = 0,  # 0: a plan and nothing else
+    COUNTED: tl.constexpr = False,  # the 2 * MAX_BLOCKS + 1 counts of the joined launch are set to zero
 ):
     """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts.
 
@@ -74,6 +76,9 @@ def _plan_kernel(
     block = tl.cumsum(blocks, 0) - blocks
 
     if program == 0:
+        if COUNTED:
+            for first in range(0, 2 * MAX_BLOCKS + 1, BLOCK_E):
+                tl.store(counts_ptr + first + offs_e, 0, mask=first + offs_e < 2 * MAX_BLOCKS + 1)
         used = tl.sum(blocks, 0)
         for first in range(used, MAX_BLOCKS, BLOCK_E):
             tl.store(block_experts_ptr + first + offs_e, -1, mask=first + offs_e < MAX_BLOCKS)
@@ -105,6 +110,7 @@ def build_plan(
     block_m: int,
     order: torch.Tensor,
     block_experts: torch.Tensor,
+    counts: torch.Tensor,
     *,
     num_warps: int,
     experts_per_program: int,
@@ -114,7 +120,7 @@ def build_plan(
     xn: torch.Tensor | None = None,
     words: torch.Tensor | None = None,
 ) -> None:
-    """Launch the plan of ``topk_ids`` (T, K) into ``order`` and ``block_experts``, laid out as above.
+    """Launch the plan of ``topk_ids`` (T, K) into ``order`` and ``block_experts``, laid out as above; zero ``counts``.
 
     With ``x`` (T, H), of inner stride 1, further programs of the same launch write its rows' fp16 images to ``xn``
     (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone.
@@ -138,12 +144,14 @@ def build_plan(
         0 if expert_map is None else expert_map.numel(),
         experts,
         block_experts.numel(),
+        counts,
         BLOCK_M=block_m,
         BLOCK_P=min(4096, max(16, triton.next_power_of_2(pairs))),
         BLOCK_E=triton.next_power_of_2(experts + 1),
         EXPERTS_PER_PROGRAM=experts_per_program,
         HAS_MAP=expert_map is not None,
         PDL=pdl,
+        COUNTED=counts.numel() > 0,
         num_warps=num_warps,
         **extra,
     )

@@ -37,6 +37,7 @@ class Buffers(NamedTuple):
     y: torch.Tensor
     xn: torch.Tensor  # x's fp16 image under MXFP8 weights
     words: torch.Tensor
+    counts: torch.Tensor  # of parts done, see `joined`
 
 
 def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | None]]:
@@ -54,6 +55,7 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
         (pairs * shape.hidden, torch.float32),
         (shape.tokens * shape.hidden, torch.float16),
         (shape.tokens, torch.int32),
+        (2 * blocks + 1 if config.lag else 0, torch.int32),
     ]
 
 

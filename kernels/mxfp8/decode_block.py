@@ -11,8 +11,8 @@ half as many instructions again as the other.
 largest scale byte of the output row; the row's factor ``2**(top - 127 - LIFT)`` is left to the epilogue
 (`row_exponent`). Exact while ``top - s`` stays within ``LIMIT`` (21 for E4M3, 8 for E5M2: fp16 keeps 24 binades below
 1, the element needs some of them). `prepare` finds ``top`` over blocks that are not all zero, since such a block has
-byte 0 and would widen every spread, and marks rows that do not fit; `weights_fp16` clamps exponents, so that a zero
-block is 0 times a finite number whatever its byte. Marked rows must take the bf16 form. A row with scale byte 255 is
+byte 0 and would widen every spread, and marks rows that do not fit; `weights_fp16` keeps every factor finite, so that a
+zero block is 0 whatever its byte. Marked rows must take the bf16 form. A row with scale byte 255 is
 NaN as a whole: its factor is.
 
 Activations for the fp16 form are fp16. bf16 has more exponents than fp16: `normalize_rows` multiplies each row by a
@@ -64,11 +64,33 @@ def weights_fp16(code, s, top, E5M2: tl.constexpr, SOFT: tl.constexpr):
 
     Args: code uint8 (BN, BK); s uint8 (BN, BK/32); top int16 (BN,), `row_top` of the rows' words.
     """
-    # fp16's exponent field of 2**(s - top + LIFT): at most that of 2**LIFT, at least 0 (the number 0.0)
+    # fp16's exponent field of 2**(s - top + LIFT): 1 and more where the block is not all zero, below 31 everywhere
     field: tl.constexpr = 15 if E5M2 else 22
-    f = s.to(tl.int16) - top[:, None] + field
-    f = tl.minimum(tl.maximum(f, 0), field).to(tl.int16)
-    return _scale_blocks(codes_fp16(code, E5M2, SOFT), (f << 10).to(tl.int16).to(tl.float16, bitcast=True))
+    above = (field - top).to(tl.int16)[:, None]
+    if SOFT:
+        f = s.to(tl.int16) + above
+        f = tl.where((f < 0) | (f > 30), 30, f)
+        factor = (f << 10).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        # pairs of 16-bit fields, four scales at a time: a scale costs two instructions instead of seven
+        factor = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, most;
+            mov.b32 most, 0x001e001e;
+            prmt.b32 low, $2, 0, 0x4140;
+            prmt.b32 high, $2, 0, 0x4342;
+            add.u16x2 low, low, $3;
+            add.u16x2 high, high, $4;
+            min.u16x2 low, low, most;
+            min.u16x2 high, high, most;
+            shl.b32 $0, low, 10;
+            shl.b32 $1, high, 10;
+            }
+            """,
+            "=r,=r,r,r,r", [s, tl.broadcast_to(above, s.shape)], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return _scale_blocks(codes_fp16(code, E5M2, SOFT), factor)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import pkgutil
 import re
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -137,7 +138,7 @@ def router():
 def moe_lora():
     """Every launch form of the fused layer at Beam's share of TP 8, and shapes that no table knows."""
     from beam_moe.kernels import mxfp8 as q
-    from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe
+    from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe
     from beam_moe.kernels.mxfp8.decode_block import prepare
 
     def bank(slots, experts, rank, hidden, inter, shared=False, one_a=False, dtype=torch.bfloat16):
@@ -160,7 +161,9 @@ def moe_lora():
             )
         )
 
-    def layer(tokens, experts, top_k, hidden, inter, lora=None, emap=False, base=None, dtype=torch.bfloat16):
+    def layer(
+        tokens, experts, top_k, hidden, inter, lora=None, emap=False, base=None, dtype=torch.bfloat16, config=None
+    ):  # fmt: skip
         w13, w2 = base or (empty(experts, 2 * inter, hidden, dtype=dtype), empty(experts, hidden, inter, dtype=dtype))
         fused_moe(
             empty(tokens, hidden, dtype=dtype),
@@ -171,6 +174,7 @@ def moe_lora():
             lora=lora,
             lora_ids=None if lora is None else empty(tokens, dtype=torch.int32),
             expert_map=empty(4 * experts, dtype=torch.int32) if emap else None,
+            config=config,
         )
 
     beam = (256, 8, 5120, 320)
@@ -183,6 +187,13 @@ def moe_lora():
     for tokens in (16, 256):
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, shared=True))
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, one_a=True), emap=True)
+    joined = MoEConfig(rows="plan", lag=8, splits=2, up_stages=3, down_block_n=64, down_stages=3)
+    for config in (joined, replace(joined, up_tma=True, down_whole=True, down_stages=2, down_tiles=4)):
+        layer(16, *beam, config=config)
+        layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), config=config)
+        layer(16, *beam, lora=bank(4, 256, 32, 5120, 320, shared=True), emap=True, config=config)
+    on_codes = replace(MoEConfig.mxfp8_heuristic(16, 8, 256, 5120, 320), lag=8)
+    layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), base=base, config=on_codes)
     layer(16, 7, 3, 200, 72, lora=bank(2, 7, 5, 200, 72, dtype=torch.float16), dtype=torch.float16)
     layer(16, 16, 2, 512, 128, lora=bank(1, 16, 512, 512, 128))
 

@@ -24,7 +24,7 @@ from beam_moe.kernels.moe_lora import (
 )
 from beam_moe.kernels.moe_lora import workspace as workspace_module
 from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
-from beam_moe.kernels.mxfp8 import quantize_reference
+from beam_moe.kernels.mxfp8 import prepare, quantize_reference
 from beam_moe.testing import assert_close, error_ratio
 
 CUDA = torch.cuda.is_available()
@@ -433,6 +433,52 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(device, config, shared):
 
 def shard(experts=4, hidden=48, inter=24):
     return SimpleNamespace(num_experts=experts, hidden=hidden, intermediate=inter)
+
+
+def _joined_cases():
+    """Keyword arguments of `layer`, and what is changed in them."""
+    return {
+        "bare": ({"tokens": 20}, {}),
+        "adapters": ({"tokens": 20, "rank": 8}, {}),
+        "shared": ({"tokens": 37, "rank": 8, "shared": True}, {}),
+        "one_a": ({"tokens": 20, "rank": 24, "one_a": True, "slots": 3}, {}),
+        "shared_one_a": ({"tokens": 5, "rank": 33, "one_a": True, "shared": True}, {}),
+        "two_blocks_an_expert": ({"tokens": 70, "top_k": 1, "experts": 3, "rank": 8}, {}),
+        "nothing_routed": ({"tokens": 3, "rank": 8, "shared": True}, {"topk_ids": -1}),
+    }
+
+
+@pytest.mark.parametrize("lag", [1, 3, 50])
+@pytest.mark.parametrize("tiles", [SMALL, TILED], ids=["small", "tiled"])
+@pytest.mark.parametrize("case", _joined_cases())
+def test_one_launch_for_the_products_has_the_bits_of_three(device, case, tiles, lag):
+    shape, changed = _joined_cases()[case]
+    args = layer(device, **shape)
+    for name, value in changed.items():
+        args[name].fill_(value)
+    apart = check(args, tiles)
+    for _ in range(2):  # the counts start from zero every time
+        assert torch.equal(fused_moe(**args, config=dataclasses.replace(tiles, lag=lag)), apart)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+def test_one_launch_on_mxfp8_weights_has_the_bits_of_three(device, shared, prepared):
+    args = layer(device, tokens=20, hidden=64, inter=32, rank=8, shared=shared)
+    weights = {name: quantize_reference(args[name].float()) for name in ("w13", "w2")}
+    args |= {name: prepare(w) if prepared else w for name, w in weights.items()}
+    for whole in (False, True):
+        config = dataclasses.replace(SMALL, up_block_k=64, down_whole=whole)
+        assert torch.equal(
+            fused_moe(**args, config=config), fused_moe(**args, config=dataclasses.replace(config, lag=2))
+        )
+
+
+def test_one_launch_needs_a_plan_and_one_number_of_warps(device):
+    args = layer(device)
+    for wrong in ({"rows": "search"}, {"act_warps": 8}):
+        with pytest.raises(ValueError, match="fused_moe: config must be of rows='plan' and one number of warps"):
+            fused_moe(**args, config=dataclasses.replace(SMALL, lag=1, **wrong))
 
 
 def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):

@@ -39,9 +39,12 @@ def plan(ids, expert_map, experts, block_m, device, experts_per_program=1):
     blocks = MoEConfig(block_m=block_m).blocks(ids.numel(), experts)
     order = torch.full((blocks * block_m,), EMPTY, dtype=torch.int32, device=device)
     table = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
+    counts = torch.full((2 * blocks + 1,), EMPTY, dtype=torch.int32, device=device)
     build_plan(
-        ids, emap, experts, block_m, order, table, num_warps=4, experts_per_program=experts_per_program, pdl=False
-    )
+        ids, emap, experts, block_m, order, table, counts, num_warps=4, experts_per_program=experts_per_program,
+        pdl=False,
+    )  # fmt: skip
+    assert not counts.any(), "the joined launch counts from zero"
     return order.view(blocks, block_m).tolist(), table.tolist()
 
 
