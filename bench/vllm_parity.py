@@ -108,6 +108,7 @@ def generate(folder: Path, tp: int, pp: int, base: bool, out: Path) -> None:
     """Sampled tokens with their log-probabilities, each step's most likely token and the experts of every layer."""
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have begun to use its GPU
     os.environ.setdefault("VLLM_PLUGINS", "beam_moe")
     import vllm_decode
 
