@@ -9,6 +9,7 @@ sampling and scheduling included, over the layers.
     python bench/vllm_decode.py                                     # the bf16 ladder of Beam, one cell per visible GPU
     python bench/vllm_decode.py --bases bf16,mxfp8 --archs beam,qwen3
     python bench/vllm_decode.py --together 3                        # three engines share a GPU, measured in turn
+    python bench/vllm_decode.py --together 3 --hold /tmp/busy       # none is measured while that file exists
     python bench/vllm_decode.py --tp 2                              # the same work a rank, and communication; or --pp 2
     python bench/vllm_decode.py --only "beam/bf16/ours/none,per-expert;beam/bf16/stock/none,per-expert"
     python bench/vllm_decode.py --cell --kernels ours --adapters none,per-expert --base bf16 --arch beam
@@ -30,6 +31,8 @@ single rank's share at the micro-batch, times the layers: no communication, dens
 lengthens the steps of another on the same host: N engines start at once on each set of tp * pp GPUs, then wait, and
 when none of the wave is starting they are measured one after another on each set, each alone on its GPUs
 (``--one-at-a-time``: alone on the machine). They share a GPU's memory, so N is bounded by the engine's weights.
+``--hold FILE`` lets what else runs on the machine end first while this ladder's engines start already: no cell gets its
+turn while FILE exists. It goes in waves too, of one engine a set without ``--together``.
 
 Adapters: ``none`` is an engine without LoRA; ``per-expert`` and ``shared-outer`` (one A of gate and up, one B of down
 for all experts; ``enable_moe_shared_loras``) are on gate, up and down of every expert, at rank 32 or those of
@@ -667,8 +670,8 @@ def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path
     return Running(process, name, rows, gpus, now, now + opts.timeout, "starting" if turns else "measured")
 
 
-def give_turns(running: list[Running], one_at_a_time: bool) -> None:
-    """When no cell is starting, let one that waits measure on each set of GPUs where none does.
+def give_turns(running: list[Running], one_at_a_time: bool, hold: Path | None) -> None:
+    """When no cell is starting and no file ``hold`` exists, let one that waits measure on each set where none does.
 
     A cell's limit stands still while it waits: the seconds left when it was ready are those left at its turn.
     """
@@ -676,7 +679,7 @@ def give_turns(running: list[Running], one_at_a_time: bool) -> None:
     for r in running:
         if r.stage == "starting" and r.rows.with_suffix(".ready").exists():
             r.stage, r.limit = "ready", r.limit - now
-    if any(r.stage == "starting" for r in running):
+    if any(r.stage == "starting" for r in running) or (hold and hold.exists()):
         return
     for r in running:
         busy = (other.stage == "measured" and (one_at_a_time or other.gpus == r.gpus) for other in running)
@@ -737,7 +740,7 @@ def run_ladder(opts: argparse.Namespace) -> int:
         f"{len(waiting)} cells on {len(sets)} x {per_cell} GPU, {opts.together} at a time on each; logs in {logs}",
         flush=True,
     )
-    turns = opts.together > 1 or opts.one_at_a_time
+    turns = opts.together > 1 or opts.one_at_a_time or opts.hold is not None
     deadline = time.monotonic() + opts.budget
     while waiting or running:
         if fresh := not running:  # a wave that does not fill the slots is spread over the sets
@@ -765,7 +768,7 @@ def run_ladder(opts: argparse.Namespace) -> int:
             print(f"{r.name}: {state}, {len(rows_found)} rows, {time.monotonic() - r.begun:.0f} s", flush=True)
             if r.process.returncode != 0:
                 print((logs / f"{r.name}.log").read_text()[-3000:], f"--- end of {r.name}", sep="\n", flush=True)
-        give_turns(running, opts.one_at_a_time)
+        give_turns(running, opts.one_at_a_time, opts.hold)
         time.sleep(0.5)
     report(merge([]))
     return 1 if failed else 0
@@ -887,10 +890,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jit-warmup", action="store_true", help="compile every size first, as a served engine does")
     parser.add_argument("--together", type=int, default=1, help="engines that start at once on a GPU and share it")
     parser.add_argument("--one-at-a-time", action="store_true", help="measure one engine at a time on all the GPUs")
+    parser.add_argument("--hold", type=Path, metavar="FILE", help="no cell gets its turn while FILE exists")
     parser.add_argument(
         "--timeout", type=float, default=400, help="seconds a cell may take, without its wait for a turn"
     )
-    parser.add_argument("--budget", type=float, default=570, help="seconds after which no cell is started")
+    parser.add_argument(
+        "--budget", type=float, default=570, help="seconds after which no cell is started, waits for a turn included"
+    )
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "beam_moe_vllm_decode")
     parser.add_argument("--report", action="store_true", help="print the tables of the committed results")
     opts = parser.parse_args(arguments)
@@ -918,6 +924,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     opts.of_tp = opts.of_tp or (1 if full else SHARE // opts.tp)
     opts.work = opts.work.resolve()
     opts.rows = opts.rows and opts.rows.resolve()
+    opts.hold = opts.hold and opts.hold.resolve()
     return opts
 
 

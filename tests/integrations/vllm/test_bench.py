@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -337,6 +338,34 @@ def test_waves_measure_when_all_have_started(ladder, alone):
     assert not overlap([t for t in turns if t[2] == "0"]) and not overlap([t for t in turns if t[2] == "1"])
     assert len(rows) == 6 and {r["together"] for r in rows} == {2}
     assert all(r["ratio_to_stock_base"] == 1.0 for r in rows), "the rows of all cells are compared"
+
+
+def test_no_cell_gets_its_turn_while_the_file_exists(ladder, tmp_path):
+    """Cells are ready and wait, longer than a cell may take; the wave's first turn comes when the file has gone."""
+    hold, events, found = tmp_path / "hold", tmp_path / "events", {}
+    hold.touch()
+
+    def release():
+        try:
+            deadline = time.monotonic() + 60
+            while not events.exists() or events.read_text().count('"ready"') < 2:
+                assert time.monotonic() < deadline, "cells start while the file exists"
+                time.sleep(0.05)
+            time.sleep(7)
+            found["go"] = list((tmp_path / "work" / "vllm_decode_logs").glob("*.go"))
+            found["ready"] = list((tmp_path / "work" / "vllm_decode_logs").glob("*.ready"))
+            found["when"] = time.monotonic()
+        finally:
+            hold.unlink()
+
+    other = threading.Thread(target=release)
+    other.start()
+    status, seen, rows, out = ladder("--hold", str(hold), "--timeout", "6")
+    other.join()
+    assert found["go"] == [] and len(found["ready"]) == 2, "a wave of one cell a GPU without --together"
+    assert status == 0 and len(rows) == 6, out
+    assert found["when"] < min(e[0] for e in seen["turn"])
+    assert len([e for e in seen["start"] if e[0] < found["when"]]) == 2
 
 
 def test_without_waves_a_cell_measures_when_it_has_started(ladder):
