@@ -412,6 +412,9 @@ def decode_tiles(bm: int) -> list[GemmConfig]:
     if bm <= 32:
         forms = [(64, 256, s, 4, 3) for s in (1, 2, 3, 4, 6)] + [(64, 256, 3, 4, 4), (64, 256, 2, 4, 5)]
         forms += [(64, 128, 3, 4, 6), (64, 512, 3, 4, 2), (128, 128, 6, 4, 4), (128, 128, 3, 8, 5), (128, 256, 4, 8, 3)]
+        # two warps take the synchronous instruction, as eight tokens do: codes come to registers four at a time
+        forms += [(32, 256, s, 2, 4) for s in (1, 2, 3)] + [(64, 256, s, 2, 3) for s in (2, 3, 4)]
+        forms += [(32, 512, 2, 2, 3), (64, 128, 3, 2, 6), (16, 512, 1, 1, 3), (32, 256, 2, 1, 4)]
     else:
         forms = [(64, 128, s, 4, 4) for s in (1, 2, 3)] + [(64, 128, 2, 4, 5), (64, 256, 2, 4, 3), (128, 128, 3, 8, 3)]
     return [GemmConfig("fp16", bm, *form) for form in forms]
@@ -444,7 +447,7 @@ def targets(quick: bool, only: str = "") -> list[Target]:
     out = []
     shapes = [SQUARE] if quick else [SQUARE, *BEAM]
     for n, k in shapes:
-        for rows in (16, 32, 64):
+        for rows in (8, 16, 32, 64):
             out.append(Target(Case("decode", rows, n, k), tuple(both_forms(decode_tiles(rows)))))
     for rows in (128, 256, 512):
         tiles = (*both_forms(middle_tiles(rows)), GemmConfig("dequantize"))

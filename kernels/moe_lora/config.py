@@ -22,7 +22,9 @@ class MoEConfig:
     an adapter is loaded.
     """
 
-    block_m: int = 16  # routed rows of a block
+    # routed rows of a block; for 8 Triton takes mma.sync, for more wgmma: the former holds weights in registers, where
+    # MXFP8 codes come from shared memory four and more at a time
+    block_m: int = 16
     # how a block finds its rows: by the "plan"; by a "search" through all pairs, which pays while they are few; or
     # "direct", one pair a block, while hardly two tokens share an expert
     rows: str = "plan"
@@ -48,6 +50,7 @@ class MoEConfig:
     # blocks by which activate follows gate_up, and down activate, in one launch (`joined`; needs "plan" and one number
     # of warps); 0: a launch each
     lag: int = 0
+    registers: int = 0  # most that a thread of gate_up, or of the joined launch, may take on MXFP8 weights; 0: a rule
 
     @classmethod
     def pick(
@@ -187,7 +190,7 @@ _DENSE: _Groups = (
     ),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),
     (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
-    (("block_m",), ((16,), (32,), (64,), (128,))),
+    (("block_m",), ((8,), (16,), (32,), (64,), (128,))),
 )
 _MXFP8: _Groups = (
     (("lag", "splits"), ((0, 1), (0, 2), (4, 2), (8, 2), (16, 1), (32, 1), (16, 2))),
@@ -207,6 +210,7 @@ _MXFP8: _Groups = (
         ),
     ),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4))),
+    (("block_m", "registers"), ((8, 128), (8, 168), (16, 0))),
 )
 GROUPS: dict[str, _Groups] = {"dense": _DENSE, "mxfp8": _MXFP8}
 

@@ -204,8 +204,8 @@ def _run(
         ahead = scales_ahead(w13.scale, cfg.up_block_n, cfg.up_block_k, cfg.up_warps)
         up_base = up.constants | {"NORMALIZED": bool(images), "AHEAD": ahead}
         up_base |= {"xn_ptr": buffers.xn if images else x, "x_words_ptr": buffers.words}
-        if cfg.block_m <= 16 and cfg.up_warps == 4:
-            up_base["maxnreg"] = 168  # three programs a multiprocessor; the compiler would stop a few registers above
+        if registers := cfg.registers or (168 if cfg.block_m <= 16 and cfg.up_warps == 4 else 0):
+            up_base["maxnreg"] = registers  # 168: three programs a multiprocessor; the compiler would stop a few above
         down_base = down.constants | {"NORMALIZED": bf16}
     else:
         up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]

@@ -24,7 +24,13 @@ import triton.language as tl
 from beam_moe.kernels.moe_lora.activate import activate_unit
 from beam_moe.kernels.moe_lora.down import TOKENS, down_unit, sum_experts
 from beam_moe.kernels.moe_lora.gate_up import gate_up_unit
-from beam_moe.kernels.moe_lora.pipeline import count_up, let_next_start, wait_for_counts, wait_for_previous
+from beam_moe.kernels.moe_lora.pipeline import (
+    count_up,
+    let_next_start,
+    wait_for_count,
+    wait_for_counts,
+    wait_for_previous,
+)
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
@@ -177,7 +183,9 @@ def _joined_kernel(
     elif SHARED_B:
         first = (place - (MAX_BLOCKS + 2 * LAG) * STEP) * TOKENS
         wait_for_counts(counts_ptr + MAX_BLOCKS, block_experts_ptr, ACT_PARTS, MAX_BLOCKS, BLOCK_B, INTERPRETED)
-        # v takes the place of t, which the last activate has read
+        if SHARED_A:
+            # v takes the place of t: what writes that is through, even where no block has an expert to wait for it
+            wait_for_count(counts_ptr + 2 * MAX_BLOCKS, head, INTERPRETED)
         sum_experts(
             s_ptr, t_ptr, topk_weights_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr,
             first, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),

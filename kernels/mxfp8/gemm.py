@@ -60,7 +60,9 @@ DEQUANTIZE_ROWS = 512  # from here on a dequantised copy and cuBLAS beat decodin
 class GemmConfig:
     """How one call runs: a route and, for the Triton kernels, a tile.
 
-    A program makes ``bn`` outputs for ``bm`` tokens in steps of ``bk``, over one of ``split`` parts of K.
+    A program makes ``bn`` outputs for ``bm`` tokens in steps of ``bk``, over one of ``split`` parts of K. For 8 tokens,
+    or with fewer than 4 warps, Triton takes mma.sync and not wgmma: codes then come to registers four and more at a
+    time.
     """
 
     route: str
@@ -503,7 +505,7 @@ def _check_config(op: str, config: GemmConfig | None) -> None:
     _require(isinstance(config, GemmConfig), f"{op}: config must be a GemmConfig, got {type(config).__name__}")
     _require(config.route in ROUTES, f"{op}: config.route must be one of {ROUTES}, got {config.route!r}")
     for name, least, power in (
-        ("bm", 16, True),
+        ("bm", 8, True),
         ("bn", 16, True),
         ("bk", BLOCK, True),
         ("warps", 1, True),

@@ -192,7 +192,7 @@ def moe_lora():
         layer(16, *beam, config=config)
         layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), config=config)
         layer(16, *beam, lora=bank(4, 256, 32, 5120, 320, shared=True), emap=True, config=config)
-    on_codes = replace(MoEConfig.mxfp8_heuristic(16, 8, 256, 5120, 320), lag=8)
+    on_codes = replace(MoEConfig.mxfp8_heuristic(16, 8, 256, 5120, 320), lag=8, block_m=8, registers=128)
     layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), base=base, config=on_codes)
     layer(16, 7, 3, 200, 72, lora=bank(2, 7, 5, 200, 72, dtype=torch.float16), dtype=torch.float16)
     layer(16, 16, 2, 512, 128, lora=bank(1, 16, 512, 512, 128))
@@ -264,6 +264,7 @@ def mxfp8():
             gemm(a, ready)
             if rows <= 64:
                 gemm(a, ready, config=GemmConfig("fp16", max(16, rows), 64, 256 if rows < 64 else 128, 2, 4, 3))
+                gemm(a, ready, config=GemmConfig("fp16", max(8, rows), 32, 256, 2, 2, 3))
         gemm(empty(rows, 384), col.mT)
     gemm(empty(5, 512, dtype=torch.float16), ready, bias=empty(384))
     experts, experts_ready = q.quantize(empty(3, 384, 512)), prepare(q.quantize(empty(3, 384, 512)))

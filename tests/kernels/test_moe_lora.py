@@ -145,7 +145,7 @@ def test_splits_of_the_hidden_axis(device, splits):
     check(layer(device, 2, rank=8), dataclasses.replace(SMALL, splits=splits, up_block_k=16))
 
 
-@pytest.mark.parametrize(("rows", "block_m"), [("plan", 16), ("plan", 32), ("search", 16)])
+@pytest.mark.parametrize(("rows", "block_m"), [("plan", 8), ("plan", 16), ("plan", 32), ("search", 8), ("search", 16)])
 def test_more_rows_on_one_expert_than_a_block_holds(device, rows, block_m):
     args = layer(device, 40, top_k=1, rank=8)
     args["topk_ids"] = torch.where(torch.arange(40) % 8 == 3, 0, 2).int()[:, None].to(device)
@@ -461,14 +461,16 @@ def test_one_launch_for_the_products_has_the_bits_of_three(device, case, tiles, 
         assert torch.equal(fused_moe(**args, config=dataclasses.replace(tiles, lag=lag)), apart)
 
 
+@pytest.mark.parametrize("block_m", [8, 16])
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
-def test_one_launch_on_mxfp8_weights_has_the_bits_of_three(device, shared, prepared):
+def test_one_launch_on_mxfp8_weights_has_the_bits_of_three(device, shared, prepared, block_m):
     args = layer(device, tokens=20, hidden=64, inter=32, rank=8, shared=shared)
     weights = {name: quantize_reference(args[name].float()) for name in ("w13", "w2")}
     args |= {name: prepare(w) if prepared else w for name, w in weights.items()}
     for whole in (False, True):
-        config = dataclasses.replace(SMALL, up_block_k=64, down_whole=whole)
+        config = dataclasses.replace(SMALL, block_m=block_m, up_block_k=64, down_whole=whole)
+        check(args, config)
         assert torch.equal(
             fused_moe(**args, config=config), fused_moe(**args, config=dataclasses.replace(config, lag=2))
         )

@@ -28,6 +28,8 @@ TILES = [
 ]
 GPU_TILES = [
     GemmConfig("bf16", 16, 64, 256, 2, 4, 3),
+    GemmConfig("bf16", 8, 64, 256, 3, 4, 3),
+    GemmConfig("bf16", 16, 32, 256, 2, 2, 4),
     GemmConfig("bf16", 64, 64, 128, 1, 4, 4),
     GemmConfig("bf16", 16, 128, 128, 3, 8, 4),
     GemmConfig("bf16", 128, 128, 128, 1, 8, 3),
