@@ -11,6 +11,7 @@ gradient. Every other call goes the way that transformers takes by default, with
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from typing import Any
@@ -29,6 +30,8 @@ _LAYOUT = (
     ("has_post_expert_norm", False, "a norm follows each expert"),
 )
 _logged: set[str] = set()
+_theirs: dict[str, Any] = {}
+"""Of transformers, resolved by `register`: Dynamo of torch 2.11 follows no import from transformers' lazy modules."""
 
 
 def _gates_with_silu(experts: Any) -> bool:
@@ -51,13 +54,8 @@ def _gates_with_silu(experts: Any) -> bool:
 
 def _plain_silu(experts: Any) -> bool:
     """The same by type alone, which a tracer can follow."""
-    from transformers.activations import ACT2FN
-    from transformers.integrations import moe
-
-    default = getattr(moe, "_default_apply_gate", None)
-    silu = (torch.nn.SiLU, type(ACT2FN["silu"]))
-    own = type(experts)._apply_gate is not default or "_apply_gate" in experts.__dict__
-    return not own and isinstance(experts.act_fn, silu)
+    own = type(experts)._apply_gate is not _theirs["apply_gate"] or "_apply_gate" in experts.__dict__
+    return not own and isinstance(experts.act_fn, (torch.nn.SiLU, _theirs["silu"]))
 
 
 def _reason(experts: Any, x: torch.Tensor, top_k_weights: torch.Tensor) -> str | None:
@@ -102,14 +100,12 @@ def experts_forward(
 
     Ids at or above the number of experts, which expert parallelism uses for other ranks' experts, add nothing.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     from beam_moe.kernels.moe_lora import fused_moe
 
     reason = _reason(experts, hidden_states, top_k_weights)
     if reason is not None:
         _fell_back(experts, reason)
-        return ALL_EXPERTS_FUNCTIONS[DEFAULT](experts, hidden_states, top_k_index, top_k_weights)
+        return _theirs["functions"][DEFAULT](experts, hidden_states, top_k_index, top_k_weights)
     return fused_moe(
         hidden_states.contiguous(),
         experts.gate_up_proj.detach(),
@@ -126,12 +122,17 @@ def register() -> str:
         RuntimeError: transformers has no such registry (it came with version 5).
     """
     try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
+        moe = importlib.import_module("transformers.integrations.moe")
+        functions = moe.ALL_EXPERTS_FUNCTIONS
+    except (ImportError, AttributeError) as error:
         import transformers
 
         raise RuntimeError(
             f"beam_moe: transformers {transformers.__version__} has no experts registry; version 5 has"
         ) from error
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    from transformers.activations import ACT2FN
+
+    silu, gate = type(ACT2FN["silu"]), getattr(moe, "_default_apply_gate", None)
+    _theirs.update(functions=functions, silu=silu, apply_gate=gate)
+    functions.register(NAME, experts_forward)
     return NAME

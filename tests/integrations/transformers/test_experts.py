@@ -1,5 +1,6 @@
 """The fused layer in transformers' experts registry, under the models' real classes."""
 
+import dis
 import logging
 
 import pytest
@@ -148,3 +149,10 @@ def test_torch_compile_takes_the_layer_whole(device, calls):
         assert calls == [3]
         compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(*args), eager)
+
+
+@pytest.mark.parametrize("function", [ours.experts_forward, ours._reason, ours._plain_silu])
+def test_what_is_traced_imports_nothing_of_transformers(function):
+    """The Dynamo of torch 2.11 refuses an import that ends at one of transformers' lazy modules."""
+    imported = [i.argval for i in dis.get_instructions(function) if i.opname == "IMPORT_NAME"]
+    assert not [name for name in imported if name.startswith("transformers")]
