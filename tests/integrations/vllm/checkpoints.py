@@ -146,12 +146,14 @@ def write_draft(folder: Path, config: dict, seed: int = 1) -> str:
     dtype = getattr(torch, config["torch_dtype"])
     h, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     heads, kv, wide, taps, group, rank = config["num_attention_heads"], config["num_key_value_heads"], 2 * h, 3, 64, 32
+    # not the target's: vLLM spreads layers of one window over several KV-cache groups, and all of a draft share one
+    window = config["sliding_window"] // 2
     draft = {
         "architectures": ["DFlash2BeamDraftModel"], "model_type": "qwen3", "vocab_size": vocab, "hidden_size": h,
         "intermediate_size": wide, "num_hidden_layers": DRAFT_LAYERS, "num_attention_heads": heads, "head_dim": head,
         "num_key_value_heads": kv, "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
         "max_position_embeddings": config["max_position_embeddings"], "torch_dtype": config["torch_dtype"],
-        "layer_types": ["sliding_attention"] * DRAFT_LAYERS, "sliding_window": config["sliding_window"],
+        "layer_types": ["sliding_attention"] * DRAFT_LAYERS, "sliding_window": window,
         "use_sliding_window": True, "is_causal": False, "bos_token_id": 1, "eos_token_id": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "block_size": 1 + STEPS,
         "num_target_layers": config["num_hidden_layers"],

@@ -130,14 +130,38 @@ def test_batch_invariance(results):
     assert result["together"] == result["alone"]
 
 
+OURS = {"BeamTritonExperts", "BeamMxfp8Experts"}
+
+
+def assert_adapter_rows_only(result: dict, bound: float) -> None:
+    """The last four rows, which got an adapter, moved clearly; the first four stayed: bit for bit if experts are ours.
+
+    vLLM's own kernels promise no such thing: FP8 quantises activations with what else is in the batch, and Marlin's
+    order of sums for NVFP4 depends on it, so bare rows move a little. There each must keep its first token, at a
+    log-probability within ``bound``; later ones may follow another token that was close.
+    """
+    bare, mixed = result["bare"], result["mixed"]
+    near = [a[0][0] == b[0][0] and abs(a[1][0] - b[1][0]) < bound for a, b in zip(bare, mixed, strict=True)]
+    first = [(a[0][0], a[1][0], b[0][0], b[1][0]) for a, b in zip(bare, mixed)]
+    assert near == [True] * 4 + [False] * 4, first
+    if {r["experts"] for r in result["report"]["layers"]} <= OURS:
+        assert mixed[:4] == bare[:4]
+
+
+def bound_of(fmt: str) -> float:
+    """Of a first token's log-probability: several times what the H200 showed (0.04 for FP8, 0.0007 for NVFP4)."""
+    return 0.02 if "nvfp4" in fmt else 0.15
+
+
 @pytest.mark.parametrize(
     "base", [pytest.param(b, marks=needs(Scenario("quantised", base=b))) for b in ("fp8", "mxfp8")]
 )
 def test_quantised_base_with_adapters(results, base):
     """On our kernels or on vLLM's, with the reason said; the adapter works and leaves bare rows alone."""
     (result,) = results
-    assert result["mixed"][:4] == result["bare"][:4] and result["mixed"][4:] != result["bare"][4:]
+    assert_adapter_rows_only(result, bound_of(base))
     for row in result["report"]["layers"]:
+        assert base != "mxfp8" or row["experts"] == "BeamMxfp8Experts", row
         assert row["ours_up_to_tokens"] > 0 or row["reason"], row
 
 
@@ -148,7 +172,7 @@ FORMATS = ("fp8", "ct-fp8", "modelopt-fp8", "ct-nvfp4", "modelopt-nvfp4", "ct-mx
 def test_quantised_checkpoint_with_adapters(results, fmt):
     """Each format loads: MXFP8 on our kernels, FP8 and NVFP4 on vLLM's with the reason said; the adapter works."""
     (result,) = results
-    assert result["mixed"][:4] == result["bare"][:4] and result["mixed"][4:] != result["bare"][4:]
+    assert_adapter_rows_only(result, bound_of(fmt))
     assert len({tuple(tokens) for tokens, _ in result["bare"][:4]}) == 4, "the model must depend on its prompt"
     reasons = [c["detail"] for c in result["report"]["calls"] if c["path"] == "fallback"]
     for row in result["report"]["layers"]:

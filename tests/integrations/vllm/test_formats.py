@@ -172,3 +172,32 @@ def test_draft_model_loads_beside_adapters(harness, checkpoints, tmp_path):
         assert small.model.embed_tokens is model.model.embed_tokens
         assert get_target_lm_head(model, model) is model.lm_head
         assert not any("lora" in n for n, _ in small.named_modules())
+
+
+def test_draft_layers_share_a_kv_cache_group(harness, checkpoints, tmp_path):
+    """The GPU scenario's model and draft: vLLM's DFlash2 stores the context of all draft layers by one slot mapping."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups
+
+    beam = load("engine").BEAM
+    target, draft = checkpoints.write(tmp_path / "m", beam, "plain"), checkpoints.write_draft(tmp_path / "d", beam)
+    config = harness.engine_config(
+        target, lora=False, dtype="bfloat16",
+        speculative_config={"method": "dflash", "model": draft, "num_speculative_tokens": checkpoints.STEPS},
+    )  # fmt: skip
+    config.cache_config.kv_cache_layout = "LBNHC"  # what the attention backend decides in an engine
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        initialize_model(config)
+        small = initialize_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+    layers = config.compilation_config.static_forward_context
+    specs = {n: x.get_kv_cache_spec(config) for n, x in layers.items() if isinstance(x, Attention)}
+    groups = get_global_kv_cache_groups(config, [specs])
+    drafted = set(small.get_draft_kv_cache_layer_names())
+    assert (
+        len(specs) == len(beam["layer_types"]) + checkpoints.DRAFT_LAYERS
+        and len(drafted) == checkpoints.DRAFT_LAYERS > 1
+    )
+    assert len([g for g in groups if drafted & set(g.layer_names)]) == 1, [g.layer_names for g in groups]
