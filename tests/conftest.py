@@ -1,4 +1,4 @@
-"""Keeps the repository root off sys.path, picks the device, and poisons uninitialised memory."""
+"""Keeps the repository root off sys.path, picks the device, spreads workers, and poisons uninitialised memory."""
 
 import os
 import sys
@@ -9,6 +9,26 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 
 import pytest
 import torch
+
+
+def gpus_of_worker(worker: str, named: str | None, count: int) -> dict[str, str]:
+    """Environment that gives a worker of pytest-xdist one of the visible GPUs, in turn, and keeps the list of all.
+
+    Args:
+        worker: its name, ``gw0`` and on.
+        named: CUDA_VISIBLE_DEVICES, if set.
+        count: GPUs that are visible.
+    """
+    names = [str(i) for i in range(count)] if named is None else [n.strip() for n in named.split(",")][:count]
+    if len(names) < 2:
+        return {}
+    own = names[int(worker.removeprefix("gw")) % len(names)]
+    return {"CUDA_VISIBLE_DEVICES": own, "BEAM_MOE_TEST_GPUS": ",".join(names)}
+
+
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and "BEAM_MOE_TEST_GPUS" not in os.environ:
+    # device_count asks NVML and leaves CUDA as it is, which reads the variable once, when it starts
+    os.environ.update(gpus_of_worker(worker, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()))
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":

@@ -71,9 +71,11 @@ def least_busy(gpus: Sequence[str], busy: Iterable[str], count: int) -> list[str
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """As CUDA_VISIBLE_DEVICES names them; all of a run's, also in a worker of pytest-xdist that keeps to one."""
     import torch
 
+    if every := os.environ.get("BEAM_MOE_TEST_GPUS"):  # from tests/conftest.py
+        return every.split(",")
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(torch.cuda.device_count())] if named is None else named.split(",")
     return [n.strip() for n in names if n.strip()][: torch.cuda.device_count()]

@@ -72,6 +72,16 @@ def read(pool, scenario) -> dict:
     return json.loads(outcome.result.read_text())
 
 
+def test_visible_gpus_are_those_of_the_run(engine_pool, monkeypatch):
+    """A worker of pytest-xdist keeps to one GPU itself; its engines may use all."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.delenv("BEAM_MOE_TEST_GPUS", raising=False)
+    assert engine_pool.visible_gpus() == ["5"]
+    monkeypatch.setenv("BEAM_MOE_TEST_GPUS", "4,5")
+    assert engine_pool.visible_gpus() == ["4", "5"]
+
+
 def test_order_labels_and_the_least_busy_gpu(engine_pool):
     s = engine_pool.Scenario
     scenarios = [s("plain"), s("stored", base="fp8"), s("replay", tp=2), s("lora"), s("replay", pp=2)]
@@ -98,7 +108,8 @@ def test_scenarios_run_side_by_side(engine_pool, pool, monkeypatch):
     assert 2 <= most <= 3
     assert len({f["VLLM_PORT"] for f in found.values()}) == 5
     two = found[s("two", tp=2, base="fp8")]
-    assert two["CUDA_VISIBLE_DEVICES"] == "4,6" and two["start"] == min(start for start, _ in times)
+    assert two["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert two["VLLM_PORT"] == min(f["VLLM_PORT"] for f in found.values()), "started first: ports go up"
     assert (two["BEAM_MOE_TEST_PP"], two["BEAM_MOE_TEST_TP"], two["BEAM_MOE_TEST_BASE"]) == ("1", "2", "fp8")
     assert {found[s("a")]["CUDA_VISIBLE_DEVICES"], found[s("b")]["CUDA_VISIBLE_DEVICES"]} == {"4", "6"}
     assert all(f["TRITON_INTERPRET"] is None for f in found.values())
