@@ -255,8 +255,7 @@ def _run(
             LAG=cfg.lag, BLOCK_M=cfg.block_m, UP_N=cfg.up_block_n, UP_K=cfg.up_block_k, UP_STAGES=cfg.up_stages,
             BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, BLOCK_R=block_r,
-            BLOCK_B=triton.next_power_of_2(blocks) if shared_b else 1, HAS_MAP=has_map,
-            num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
+            HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
         up_parts, token_blocks = (w_tiles + a_tiles) * cfg.splits, 0

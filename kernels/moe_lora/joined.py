@@ -102,7 +102,6 @@ def _joined_kernel(
     DOWN_WHOLE: tl.constexpr,
     DOWN_TILES: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_B: tl.constexpr,  # MAX_BLOCKS or more
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
     UP_TMA: tl.constexpr = False,
@@ -182,7 +181,7 @@ def _joined_kernel(
                 )  # fmt: skip
     elif SHARED_B:
         first = (place - (MAX_BLOCKS + 2 * LAG) * STEP) * TOKENS
-        wait_for_counts(counts_ptr + MAX_BLOCKS, block_experts_ptr, ACT_PARTS, MAX_BLOCKS, BLOCK_B, INTERPRETED)
+        wait_for_counts(counts_ptr + MAX_BLOCKS, block_experts_ptr, ACT_PARTS, MAX_BLOCKS, INTERPRETED)
         if SHARED_A:
             # v takes the place of t: what writes that is through, even where no block has an expert to wait for it
             wait_for_count(counts_ptr + 2 * MAX_BLOCKS, head, INTERPRETED)

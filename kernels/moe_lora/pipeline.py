@@ -57,19 +57,20 @@ def wait_for_count(count_ptr, wanted, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def wait_for_counts(
-    counts_ptr, block_experts_ptr, wanted, MAX_BLOCKS, BLOCK_B: tl.constexpr, INTERPRETED: tl.constexpr
+    counts_ptr, block_experts_ptr, wanted, MAX_BLOCKS, INTERPRETED: tl.constexpr, AT_ONCE: tl.constexpr = 128
 ):  # fmt: skip
     """`wait_for_count` for every block that has an expert."""
-    block = tl.arange(0, BLOCK_B)
-    mask = block < MAX_BLOCKS
-    used = mask & (tl.load(block_experts_ptr + block, mask=mask, other=-1) >= 0)
-    ptrs = counts_ptr + tl.where(mask, block, 0)
-    if INTERPRETED:
-        tl.device_assert((tl.load(ptrs) >= wanted) | (used == 0))
-    else:
-        missing = tl.sum((used & (_seen(ptrs) < wanted)).to(tl.int32), 0)
-        while missing > 0:
+    for first in range(0, MAX_BLOCKS, AT_ONCE):
+        block = first + tl.arange(0, AT_ONCE)
+        mask = block < MAX_BLOCKS
+        used = mask & (tl.load(block_experts_ptr + block, mask=mask, other=-1) >= 0)
+        ptrs = counts_ptr + tl.where(mask, block, 0)
+        if INTERPRETED:
+            tl.device_assert((tl.load(ptrs) >= wanted) | (used == 0))
+        else:
             missing = tl.sum((used & (_seen(ptrs) < wanted)).to(tl.int32), 0)
+            while missing > 0:
+                missing = tl.sum((used & (_seen(ptrs) < wanted)).to(tl.int32), 0)
 
 
 @triton.jit

@@ -867,7 +867,8 @@ def test_strides_past_two_to_the_31(device, rows, shared):
 
 SANITIZED = """
 import torch
-from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe
+from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe
+JOINED = MoEConfig(block_m=8, lag=2, up_stages=3, down_block_n=64, down_stages=3, down_tiles=2)
 g = torch.Generator().manual_seed(0)
 def new(*shape): return torch.randn(shape, generator=g).bfloat16().cuda()
 def i32(*v): return torch.tensor(v, dtype=torch.int32).cuda()
@@ -879,6 +880,7 @@ for outer in (E, 1):
         slots = torch.randint(-1, 3, (tokens,), generator=g, dtype=torch.int32).cuda()
         args = (new(tokens, H), new(E, 2 * I, H), new(E, H, I), torch.rand(tokens, 2, generator=g).cuda(), ids)
         fused_moe(*args, lora=lora, lora_ids=slots)
+        fused_moe(*args, lora=lora, lora_ids=slots, config=JOINED)
         fused_moe(*args, expert_map=i32(0, 1, -1, 3, 2))
 torch.cuda.synchronize()
 print("ran")

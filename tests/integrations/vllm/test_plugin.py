@@ -312,8 +312,9 @@ def test_sizes_that_warm_up_compiles(harness, tmp_path, monkeypatch):
         sizes = {n for n, _ in keys}
         assert len(keys) == 2 * len(sizes) and max(sizes) == 256
 
-        def of(n):
-            return MoEConfig.pick(torch.device("cpu"), n, harness.TOP_K, harness.E, harness.H, harness.I)
+        def of(n):  # the plan and the search specialise on the power of two above the number of pairs
+            config = MoEConfig.pick(torch.device("cpu"), n, harness.TOP_K, harness.E, harness.H, harness.I)
+            return config, (n * harness.TOP_K - 1).bit_length()
 
         assert {of(n) for n in sizes if n <= 64} == {of(n) for n in range(1, 65)}
         assert {(n % 16 == 0, n % 2) for n in sizes if n > 64} == {(True, 0), (False, 0), (False, 1)}
