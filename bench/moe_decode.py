@@ -639,7 +639,10 @@ def main(
         print(harness.fingerprint(), harness.ceilings(), flush=True)
         _, failures = run_grid(cases, peer, rounds, save)
     if "launches" in sections.split(","):
-        run_launches([c for c in cases if c.group == "beam-1.0/tp8/bf16" and c.layout in HEADLINE], peer, save)
+        groups = ("beam-1.0/tp8/bf16", "beam-1.0/tp8/mxfp8")
+        run_launches(
+            [c for c in cases if c.group in groups and c.layout in HEADLINE and c.routing == "uniform"], peer, save
+        )
     if failures:
         raise typer.Exit(1)
 

@@ -415,6 +415,8 @@ def decode_tiles(bm: int) -> list[GemmConfig]:
         # two warps take the synchronous instruction, as eight tokens do: codes come to registers four at a time
         forms += [(32, 256, s, 2, 4) for s in (1, 2, 3)] + [(64, 256, s, 2, 3) for s in (2, 3, 4)]
         forms += [(32, 512, 2, 2, 3), (64, 128, 3, 2, 6), (16, 512, 1, 1, 3), (32, 256, 2, 1, 4)]
+        # one share of K needs no second launch, and more steps under way
+        forms += [(32, 256, 1, 2, 6), (32, 256, 1, 2, 8), (32, 512, 1, 2, 4), (32, 512, 1, 4, 4), (32, 256, 1, 4, 8)]
     else:
         forms = [(64, 128, s, 4, 4) for s in (1, 2, 3)] + [(64, 128, 2, 4, 5), (64, 256, 2, 4, 3), (128, 128, 3, 8, 3)]
     return [GemmConfig("fp16", bm, *form) for form in forms]

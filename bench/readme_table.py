@@ -214,9 +214,11 @@ def training_layer() -> str:
 
 def loop() -> str:
     """The RL loop: reward, and how far trainer and engine are apart at the first step, with one part undone each."""
-    rows = rows_of("rl_loop")
-    modes = {mode: sorted((r for r in rows if r["mode"] == mode), key=lambda r: r["step"]) for mode in rl_loop.MODES}
-    modes = {mode: steps for mode, steps in modes.items() if steps}
+    modes: dict[str, list[dict]] = {}
+    for row in sorted(rows_of("rl_loop"), key=lambda r: r["step"]):
+        modes.setdefault(row["case"].rpartition("/")[0], []).append(row)
+    order = list(rl_loop.MODES)
+    modes = dict(sorted(modes.items(), key=lambda item: ("/" in item[0], order.index(item[1][0]["mode"]), item[0])))
     if not modes:
         return NONE
     columns = ["mode", "steps", "reward, first", "reward, last", "router exact", "mean difference of log-probabilities"]
@@ -224,7 +226,9 @@ def loop() -> str:
     lines = []
     for mode, steps in modes.items():
         first = steps[0]
-        line = [mode, str(len(steps)), f"{first['reward']:.3f}", f"{steps[-1]['reward']:.3f}"]
+        gpus = "training on two, PP 2" if first["train_pp"] > 1 else "rollout on two, TP 2"
+        name = mode if "/" not in mode else f"{first['mode']}, {gpus}"
+        line = [name, str(len(steps)), f"{first['reward']:.3f}", f"{steps[-1]['reward']:.3f}"]
         line.append("every step" if all(row["router_exact"] for row in steps) else "NOT always")
         line.append(f"{first['logprob_diff_mean']:.4f}")
         line += [f"{first['variants'][name]['logprob_diff_mean']:.4f}" for name in rl_loop.VARIANTS]
