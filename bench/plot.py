@@ -77,7 +77,8 @@ def short(kernel: str) -> str:
 
 def plot_launches(rows: list[dict], folder: Path) -> None:
     """Stacked bars; kernel times of launches that overlap add up to more than the layer's time, drawn as a mark."""
-    chosen = sorted((r for r in rows if r["layout"] == "per_expert_r32"), key=lambda r: r["tokens"])
+    mine = (r for r in rows if r["layout"] == "per_expert_r32" and "/bf16/" in r["case"])
+    chosen = sorted(mine, key=lambda r: r["tokens"])
     if not chosen:
         return
     sides = [("launches", "us", "beam-moe")]
