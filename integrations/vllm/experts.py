@@ -7,7 +7,6 @@ bare row's result does not change when an adapter is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -189,9 +188,9 @@ class _FusedExperts:
         return MoEConfig.pick(w1.device, rows, top_k, w1.shape[0], w2.shape[1], w2.shape[2], base=self.base)
 
     def _pinned(self, rows: int, top_k: int, w1: torch.Tensor, w2: torch.Tensor) -> MoEConfig:
-        """One order of summation for every batch size: of a configuration, ``splits`` alone changes bits."""
-        splits = self.config(PINNED_TOKENS, top_k, w1, w2).splits
-        return replace(self.config(rows, top_k, w1, w2), splits=splits)
+        """One order of summation for every batch size."""
+        pinned = self.config(PINNED_TOKENS, top_k, w1, w2)
+        return self.config(rows, top_k, w1, w2).summing_as(pinned, base=self.base)
 
     def apply(
         self,

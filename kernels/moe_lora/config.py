@@ -133,6 +133,18 @@ class MoEConfig:
                 if neighbour != self and neighbour.joins:
                     yield neighbour
 
+    def summing_as(self, other: MoEConfig, *, base: str = "dense") -> MoEConfig:
+        """This one with every sum in the order of ``other``, so that both give a row the same bits.
+
+        ``splits`` orders the first product, the number of tiles of I the adapters' second half, ``down_whole`` decides
+        the form of MXFP8 weights; and blocks of 8 rows take another matrix instruction than larger ones.
+        """
+        whole = other.down_whole if base == "mxfp8" else self.down_whole
+        out = replace(self, splits=other.splits, act_block_i=other.act_block_i, down_whole=whole)
+        if self.block_m < 16:
+            out = replace(out, block_m=16, registers=0)
+        return out
+
     @property
     def joins(self) -> bool:
         """Whether the launch form fits: one launch for the products needs a plan and one number of warps."""

@@ -6,6 +6,8 @@ import logging
 import pytest
 
 from beam_moe.kernels import tuning
+from beam_moe.kernels.moe_lora import MoEConfig
+from beam_moe.kernels.moe_lora.config import OPS
 
 
 @pytest.fixture
@@ -85,3 +87,19 @@ def test_shipped_tables_are_well_formed():
         keys = [(tuple(sorted(e["shape"].items())), e["rows"]) for e in table["entries"]]
         assert keys and len(set(keys)) == len(keys)
         assert all(e["config"] for e in table["entries"])
+
+
+@pytest.mark.parametrize("base", ["dense", "mxfp8"])
+def test_every_size_can_sum_in_the_order_of_one(base):
+    """The H200's table mixes splits, tiles and instructions from size to size; batch invariance needs one order."""
+
+    def sums(config):
+        small = config.block_m < 16 or config.up_warps % 4 != 0
+        return config.splits, config.act_block_i, small, base == "mxfp8" and config.down_whole
+
+    shape = {"top_k": 8, "experts": 256, "hidden": 5120, "intermediate": 320}
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+    tuned = [MoEConfig(**tuning.lookup("NVIDIA H200", OPS[base], n, **shape)) for n in sizes]
+    assert len({sums(c) for c in tuned}) > 1
+    assert len({sums(c.summing_as(tuned[5], base=base)) for c in tuned}) == 1
+    assert all(c.summing_as(tuned[5], base=base).joins for c in tuned)
