@@ -9,7 +9,9 @@
                  do not fit in fp16 are found on the device and take the bf16 form inside the same launch.
 ``dequantize``   Weights (and MXFP8 activations) to bf16 in memory, then cuBLAS. The copy of the weights lives for the
                  length of the call unless the caller keeps one and passes it as ``b_dense``.
-``native``       Blackwell: block-scaled tensor core instructions on two MXFP8 operands (`tl.dot_scaled`).
+``native``       Blackwell: block-scaled tensor core instructions on two MXFP8 operands (`tl.dot_scaled`). No other
+                 route takes scales in the 128x4 layout of `swizzle_scales`. On sm_100 those of a tile of at
+                 least 128 rows are copied to tensor memory; all others get there through registers.
 ===============  =======================================================================================================
 
 `choose` is the one place that picks. Hopper has no block-scaled instruction: there MXFP8 halves what decode reads, and
@@ -46,7 +48,7 @@ from beam_moe.kernels.mxfp8.format import (
     _require_rows_apart,
     _require_tensor,
 )
-from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, dequantize
+from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, _swizzled, dequantize
 from beam_moe.kernels.mxfp8.tile import ask_for_rows, finished_product, rows_within, tile_place
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -384,11 +386,44 @@ def dense_matmul(x: torch.Tensor, w: torch.Tensor, bias, out: torch.Tensor) -> N
 
 
 @triton.jit
+def _native_scales(
+    s,
+    first,
+    row,
+    k,
+    K,
+    stride_r,
+    stride_k,
+    LAYOUT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    R: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """(R, BK/32) scale bytes of a tile: rows ``row`` (``first`` the first), blocks from ``k``; past K they scale zeros.
+
+    What a descriptor reads goes to tensor memory as it is (tcgen05.cp) if Triton finds just this chain of reshapes.
+    """
+    if LAYOUT == "tma":
+        tiles = s.load([0, first // 128, k // 128, 0, 0]).reshape(R // 128, BK // 128, 32, 4, 4)
+        return tiles.trans(0, 3, 2, 1, 4).reshape(R, BK // 32)
+    else:
+        block = (k // 32 + tl.arange(0, BK // 32))[None, :]
+        if LAYOUT == "swizzled":
+            at = s + _swizzled(row[:, None], block, tl.cdiv(K, 32)) * stride_k
+        else:
+            at = s + row[:, None] * stride_r + block.to(tl.int64) * stride_k
+        if EVEN_K:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=block * 32 < K, other=127)
+
+
+@triton.jit
 def _native_kernel(
-    x,  # (M, K) uint8 codes: descriptor or pointer
-    w,  # (N, K) uint8 codes: descriptor or pointer
-    xs_ptr,  # (M, K/32) uint8
-    ws_ptr,  # (N, K/32) uint8
+    x,  # (M, K) elements: descriptor or pointer
+    w,  # (N, K) elements: descriptor or pointer
+    xs,  # (M, K/32) uint8, in the layout of XS: pointer, or descriptor of (1, M/128, K/128, 2, 256)
+    ws,  # (N, K/32) uint8, in that of WS
     bias_ptr,
     out_ptr,
     M,
@@ -411,6 +446,8 @@ def _native_kernel(
     SOFT: tl.constexpr,
     X_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
+    XS: tl.constexpr,
+    WS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -423,47 +460,56 @@ def _native_kernel(
     n = tile_n * BN + tl.arange(0, BN)
     m_in, n_in = tl.minimum(m, M - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
     lane = tl.arange(0, BK)
-    block = tl.arange(0, BK // 32)
     acc = tl.zeros((BN, BM), tl.float32)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         if X_TMA:
             xt = x.load([tile_m * BM, k])
         else:
             at = x + m_in[:, None] * stride_xm + (k + lane).to(tl.int64)[None, :] * stride_xk
-            xt = tl.load(at, mask=(k + lane < K)[None, :], other=0)
+            xt = tl.load(at, mask=(k + lane < K)[None, :], other=0.0)
         if W_TMA:
             wt = w.load([tile_n * BN, k])
         else:
             at = w + n_in[:, None] * stride_wn + (k + lane).to(tl.int64)[None, :] * stride_wk
-            wt = tl.load(at, mask=(k + lane < K)[None, :], other=0)
-        b = (k // 32 + block).to(tl.int64)[None, :]
-        xs_at, ws_at = (
-            xs_ptr + m_in[:, None] * stride_xsm + b * stride_xsk,
-            ws_ptr + n_in[:, None] * stride_wsn + b * stride_wsk,
-        )
-        if EVEN_K:
-            xs, ws = tl.load(xs_at), tl.load(ws_at)
-        else:
-            exists = (k + block * 32 < K)[None, :]
-            xs, ws = tl.load(xs_at, mask=exists, other=127), tl.load(ws_at, mask=exists, other=127)
-        acc = tl.dot_scaled(wt, ws, W_ELEM, xt.T, xs, X_ELEM, acc)
+            wt = tl.load(at, mask=(k + lane < K)[None, :], other=0.0)
+        x_scale = _native_scales(xs, tile_m * BM, m_in, k, K, stride_xsm, stride_xsk, XS, EVEN_K, BM, BK)
+        w_scale = _native_scales(ws, tile_n * BN, n_in, k, K, stride_wsn, stride_wsk, WS, EVEN_K, BN, BK)
+        acc = tl.dot_scaled(wt, w_scale, W_ELEM, xt.T, x_scale, X_ELEM, acc)
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     at = m.to(tl.int64)[:, None] * stride_om + n[None, :]
     _store_values(out_ptr + at, acc.T, (m < M)[:, None] & (n < N)[None, :], SOFT)
 
 
+def _native_layout(t: MXFP8Tensor, block_rows: int, bk: int):
+    """How `_native_kernel` reads the scales of ``t``, blocks along K: (layout, pointer or descriptor, strides)."""
+    scale = t.scale
+    if not t.swizzled:
+        return "rows", scale, scale.stride()
+    tma = _capability(t.device)[0] >= 9 and block_rows % 128 == 0 and bk % 128 == 0
+    if not (tma and scale.stride(0) == 1 and scale.data_ptr() % 16 == 0):
+        return "swizzled", scale, (0, scale.stride(0))
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # tiles of 128 rows and 4 scales are 512 contiguous bytes; no side of a block may have more than 256 elements
+    tiles = scale.view(1, triton.cdiv(t.shape[0], 128), -1, 2, 256)
+    block = [1, block_rows // 128, bk // 128, 2, 256]
+    return "tma", TensorDescriptor(tiles, list(tiles.shape), list(tiles.stride()), block), (0, 0)
+
+
 def _native(a: MXFP8Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: GemmConfig) -> None:
     (rows, k), n = a.shape, b.shape[0]
-    x, w = a.data.view(torch.uint8), b.data.view(torch.uint8)
+    x, w = a.data, b.data  # not their bytes: after a cast, weights would reach the tensor cores through registers
     x_desc, w_desc = _descriptor(x, [config.bm, config.bk]), _descriptor(w, [config.bn, config.bk])
+    x_layout, x_scale, x_strides = _native_layout(a, config.bm, config.bk)
+    w_layout, w_scale, w_strides = _native_layout(b, config.bn, config.bk)
     tiles_m, tiles_n = triton.cdiv(rows, config.bm), triton.cdiv(n, config.bn)
     soft = _soft(out.device)
     _native_kernel[(tiles_m * tiles_n,)](
         x if x_desc is None else x_desc,
         w if w_desc is None else w_desc,
-        a.scale,
-        b.scale,
+        x_scale,
+        w_scale,
         a.scale if bias is None else bias,
         bits_if_soft(out, soft),
         rows,
@@ -472,9 +518,9 @@ def _native(a: MXFP8Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         tiles_m,
         tiles_n,
         *x.stride(),
-        *a.scale.stride(),
+        *x_strides,
         *w.stride(),
-        *b.scale.stride(),
+        *w_strides,
         out.stride(0),
         X_ELEM=a.elem,
         W_ELEM=b.elem,
@@ -482,6 +528,8 @@ def _native(a: MXFP8Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         SOFT=soft,
         X_TMA=x_desc is not None,
         W_TMA=w_desc is not None,
+        XS=x_layout,
+        WS=w_layout,
         EVEN_K=k % config.bk == 0,
         BM=config.bm,
         BN=config.bn,
@@ -491,10 +539,16 @@ def _native(a: MXFP8Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
     )
 
 
-def _contracting(op: str, name: str, t: MXFP8Tensor) -> MXFP8Tensor:
-    """``t`` with its block axis last."""
+def _row_major(op: str, name: str, t: torch.Tensor | MXFP8Tensor) -> None:
+    swizzled = isinstance(t, MXFP8Tensor) and t.swizzled
+    _require(not swizzled, f"{op}: {name} has swizzled scales; pass row-major ones (unswizzle_scales)")
+
+
+def _contracting(op: str, name: str, t: MXFP8Tensor, swizzled: bool = False) -> MXFP8Tensor:
+    """``t`` with its block axis last; ``swizzled`` scales are refused unless allowed."""
     _require(t.offsets is None, f"{op}: {name} has blocks that restart at groups of rows; use grouped_wgrad")
-    _require(not t.swizzled, f"{op}: {name} has swizzled scales; pass row-major ones (unswizzle_scales)")
+    if not swizzled:
+        _row_major(op, name, t)
     return t if t.axis == -1 else t.mT
 
 
@@ -580,7 +634,8 @@ def gemm(
     Args:
         a: (M, K) bf16 or fp16 with any strides, or `MXFP8Tensor` with blocks along K. M may be 0.
         b: (N, K) `MXFP8Tensor` with blocks along axis -1, or (K, N) with blocks along axis -2; any strides, so ``w.mT``
-            of a columnwise quantised weight serves a dgrad. The fp16 route needs `prepare`.
+            of a columnwise quantised weight serves a dgrad. The fp16 route needs `prepare`. Swizzled scales, of
+            either operand, are for products of two MXFP8 operands on Blackwell, which run as ``native``.
         bias: (N,) bf16, fp16 or fp32, added in fp32.
         out: (M, N) bf16, fp16 or fp32, last stride 1, written in full; ``out_dtype`` is then not read.
         b_dense: bf16 (N, K), ``dequantize(b)`` kept by the caller, which saves the dequantisation of every call with
@@ -598,10 +653,11 @@ def gemm(
     if not isinstance(a, MXFP8Tensor):
         _require_tensor(op, a=a)
     _require(a.ndim == 2 and b.ndim == 2, f"{op}: a and b must be matrices, got {tuple(a.shape)} and {tuple(b.shape)}")
-    b = _contracting(op, "b", b)
     mx = isinstance(a, MXFP8Tensor)
+    may_swizzle = mx and not 0 < _capability(a.device)[0] < 10  # Blackwell, and the interpreter if told so
+    b = _contracting(op, "b", b, may_swizzle)
     if mx:
-        a = _contracting(op, "a", a)
+        a = _contracting(op, "a", a, may_swizzle)
     else:
         _require(a.dtype in (torch.bfloat16, torch.float16), f"{op}: a must be bf16, fp16 or MXFP8, got {a.dtype}")
     _check(op, "mxfp8.linear trains", a, b, bias, out, out_dtype, b_dense, config)
@@ -623,6 +679,8 @@ def gemm(
         _require(mx, f"{op}: route native needs MXFP8 activations, got {x_dtype}")
         _native(a, b, bias, out, config)
         return out
+    _row_major(op, "a", a)
+    _row_major(op, "b", b)
     x = dequantize(a) if mx else a
     if config.route == "dequantize":
         _require(x_dtype == torch.bfloat16, f"{op}: route dequantize needs bf16 or MXFP8 activations, got {x_dtype}")

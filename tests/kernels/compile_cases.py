@@ -288,6 +288,9 @@ def mxfp8_native():
 
     for rows in (16, 256):
         gemm(q.quantize(empty(rows, 512)), q.quantize(empty(384, 512)))
+    if torch.cuda.get_device_capability()[0] >= 10:  # elsewhere swizzled scales are refused
+        for rows in (16, 128, 256):
+            gemm(q.quantize(empty(rows, 512), swizzle=True), q.quantize(empty(384, 512), swizzle=True))
 
 
 def grouped_lora():
@@ -393,6 +396,11 @@ def main() -> int:
             products = sorted(set(re.findall(r"tcgen05\.mma[\w.:]*|wgmma\.mma_async|mma\.sync", ptx)))
             row = {"group": group, "kernel": name, "target": target, "shared": kernel.metadata.shared, "mma": products}
             row["running_on"] = running_on(kernel.asm["ttgir"])
+            if arch >= 100:
+                row["trap"] = re.search(r"\btrap;", ptx) is not None  # all that is left of a kernel that needs too much
+                row["tmem"] = kernel.metadata.tmem_size
+                row["tmem_copies"] = len(re.findall(r"tcgen05\.cp\.\S*warpx4", ptx))
+                row["tmem_stores"] = sum(map(int, re.findall(r"tcgen05\.st\.\S*\.x(\d+)\.b32", ptx)))  # words a lane
             print(json.dumps({**row, "seconds": round(seconds, 2)}))
     print(json.dumps({"triton": triton.__version__, "kernels": kernels()}))
     return failed

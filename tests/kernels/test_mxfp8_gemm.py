@@ -3,6 +3,7 @@
 Where values are small integers and powers of two every order of summation gives the same bits, and tests ask for them.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from beam_moe.kernels.mxfp8 import MXFP8Tensor, dequantize_reference, prepare, quantize_reference
+from beam_moe.kernels.mxfp8 import MXFP8Tensor, dequantize_reference, prepare, quantize_reference, swizzle_scales
 from beam_moe.kernels.mxfp8.decode_block import ROW_NAN, ROW_WIDE, TOKEN_WIDE, normalize_rows
 from beam_moe.kernels.mxfp8.gemm import GemmConfig, gemm
 from beam_moe.testing import assert_close
+
+module = importlib.import_module("beam_moe.kernels.mxfp8.gemm")  # the package has its function by that name
 
 # tensor cores truncate where they align the terms of a sum
 LIMIT = {torch.float32: 1e-5 if torch.cuda.is_available() else 2e-6, torch.float16: 4e-4, torch.bfloat16: 2.5e-3}
@@ -321,6 +324,63 @@ def test_native_kernel_in_the_interpreter(device):
     bias = tokens(1, 40, F32, device)[0]
     y = gemm(a, b, bias=bias, out_dtype=F32, config=GemmConfig("native", 16, 128, 128, stages=1))
     assert_close("y", reference(a, b, bias), y, LIMIT[F32])
+
+
+def swizzled(t):
+    scale = t.scale if t.axis == -1 else t.scale.mT
+    return MXFP8Tensor(t.data, swizzle_scales(scale), t.axis, swizzled=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Hopper has no block-scaled instruction")
+@pytest.mark.parametrize("which", ["a", "b", "ab"])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "bm", "bn", "bk"),
+    [
+        (5, 40, 96, 16, 128, 128),
+        (130, 200, 352, 128, 128, 128),
+        (300, 384, 800, 256, 128, 256),  # the last tile lies past the scales in both directions
+        (130, 300, 640, 128, 256, 128),
+        (150, 130, 300, 64, 64, 64),  # no tile of 128: by pointers
+    ],
+)
+def test_swizzled_scales_in_the_interpreter(m, n, k, bm, bn, bk, which, device, monkeypatch):
+    """By descriptors, as on Blackwell; scales differ widely, so that one in another's place shows."""
+    pytest.importorskip("triton", minversion="3.8.0")
+    monkeypatch.setattr(module, "_capability", lambda device: (10, 0))
+    a, b = quantize_reference(tokens(m, k, F32, device)), weights(n, k, device)
+    for t in (a, b):
+        t.scale.copy_(torch.randint(118, 137, t.scale.shape, dtype=torch.uint8))
+    args = {"a": swizzled(a) if "a" in which else a, "b": swizzled(b) if "b" in which else b}
+    for name, rows in (("a", bm), ("b", bn)):
+        layout = module._native_layout(args[name], rows, bk)[0]
+        assert layout == ("rows" if name not in which else "tma" if rows >= 128 <= bk else "swizzled")
+    y = gemm(**args, out_dtype=F32, config=GemmConfig("native", bm, bn, bk, stages=1))
+    same(reference(a, b), y, bound(dequantize_reference(a, BF16), b), 1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Hopper has no block-scaled instruction")
+def test_swizzled_scales_choose_the_native_route(device, monkeypatch):
+    pytest.importorskip("triton", minversion="3.8.0")
+    monkeypatch.setattr(module, "_capability", lambda device: (10, 0))
+    a, b = quantize_reference(tokens(33, 160, F32, device)), quantize_reference(tokens(160, 40, F32, device), axis=-2)
+    y = gemm(swizzled(a), swizzled(b), out_dtype=F32)
+    assert torch.equal(y, gemm(a, b, out_dtype=F32))
+    assert_close("y", reference(a, b.mT), y, LIMIT[F32])
+
+
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_swizzled_scales_are_refused_off_blackwell(which, device, monkeypatch):
+    args = {"a": quantize_reference(tokens(3, 96, F32, device)), "b": weights(40, 96, device)}
+    args[which] = swizzled(args[which])
+    message = rf"{which} has swizzled scales; pass row-major ones \(unswizzle_scales\)"
+    for route in (None, "bf16", "dequantize"):
+        with pytest.raises(ValueError, match=message):
+            gemm(**args, config=route and GemmConfig(route))
+    with pytest.raises(ValueError, match="b has swizzled scales"):
+        gemm(tokens(3, 96, BF16, device), swizzled(weights(40, 96, device)))
+    monkeypatch.setattr(module, "_capability", lambda device: (9, 0))
+    with pytest.raises(ValueError, match=message):
+        gemm(**args, config=GemmConfig("native"))
 
 
 @pytest.mark.parametrize(
