@@ -192,8 +192,12 @@ def _activate_kernel(
 ):
     """Grid (ceil(I / BLOCK_I), MAX_BLOCKS)."""
     activate_unit(
-        tl.program_id(0), tl.program_id(1), gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, topk_ids_ptr,
-        expert_map_ptr, order_ptr, block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS,
-        up_b_offset, stride_bl, stride_be, stride_bi, stride_al, stride_ae, stride_ar, I, RANK, NA, TOP_K, SPLITS,
-        SHARED_A, MORE, HAS_MAP, BLOCK_P, BLOCK_M, BLOCK_I, BLOCK_R, INTERPRETED, PDL, order_ptr, 0, 0, 0, False,
+        tl.program_id(0), tl.program_id(1), gu_ptr=gu_ptr, t_ptr=t_ptr, b_ptr=b_ptr, a2_ptr=a2_ptr, h_ptr=h_ptr,
+        s_ptr=s_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
+        block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr,
+        T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_b_offset=up_b_offset, stride_bl=stride_bl, stride_be=stride_be,
+        stride_bi=stride_bi, stride_al=stride_al, stride_ae=stride_ae, stride_ar=stride_ar, I=I, RANK=RANK, NA=NA,
+        TOP_K=TOP_K, SPLITS=SPLITS, SHARED_A=SHARED_A, MORE=MORE, HAS_MAP=HAS_MAP, BLOCK_P=BLOCK_P, BLOCK_M=BLOCK_M,
+        BLOCK_I=BLOCK_I, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, counts_ptr=order_ptr, wanted=0,
+        wanted_shared=0, MAX_BLOCKS=0, JOINED=False,
     )  # fmt: skip

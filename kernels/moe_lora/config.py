@@ -136,19 +136,27 @@ class MoEConfig:
     def summing_as(self, other: MoEConfig, *, base: str = "dense") -> MoEConfig:
         """This one with every sum in the order of ``other``, so that both give a row the same bits.
 
-        ``splits`` orders the first product, the number of tiles of I the adapters' second half, ``down_whole`` decides
-        the form of MXFP8 weights; and blocks of 8 rows take another matrix instruction than larger ones.
+        ``splits`` orders the first product, whose shares are whole steps of ``up_block_k``; the number of tiles of I
+        the adapters' second half, ``down_whole`` decides the form of MXFP8 weights; and blocks of 8 rows take another
+        matrix instruction than larger ones.
         """
         whole = other.down_whole if base == "mxfp8" else self.down_whole
         out = replace(self, splits=other.splits, act_block_i=other.act_block_i, down_whole=whole)
+        if other.splits > 1 and self.up_block_k != other.up_block_k:
+            stages = max(2, self.up_stages * self.up_block_k // other.up_block_k)  # of as much shared memory
+            out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))
         if self.block_m < 16:
             out = replace(out, block_m=16, registers=0)
         return out
 
     @property
     def joins(self) -> bool:
-        """Whether the launch form fits: one launch for the products needs a plan and one number of warps."""
-        return not self.lag or (self.rows == "plan" and self.up_warps == self.act_warps == self.down_warps)
+        """Whether the launch form fits: one launch for the products needs a plan and one number of warps.
+
+        With a negative lag a program would wait for later ones, which a GPU may never start.
+        """
+        one = self.up_warps == self.act_warps == self.down_warps
+        return self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one)
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
@@ -235,6 +243,11 @@ def _pick(
         name = torch.cuda.get_device_name(index)
         tuned = tuning.lookup(name, OPS[base], tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
         if tuned is not None:
-            return MoEConfig(**tuned)
+            config = MoEConfig(**tuned)
+            if not config.joins:
+                raise ValueError(
+                    f"MoEConfig.pick: the table of {name} for {OPS[base]} holds a launch that hangs: {config}"
+                )
+            return config
     rule = MoEConfig.heuristic if base == "dense" else MoEConfig.mxfp8_heuristic
     return rule(tokens, top_k, experts, hidden, inter)

@@ -432,9 +432,14 @@ def _down_kernel(
             )  # fmt: skip
     else:
         down_unit(
-            tl.program_id(0), block - token_blocks, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr,
-            order_ptr, block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we,
-            stride_wn, stride_bl, stride_be, stride_bn, H, I, RANK, SHARED_B, TILES, TOP_K, MORE, HAS_MAP, WHOLE,
-            DIRECT, TILES_PER_PROGRAM, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, PDL, scales_ptr, words_ptr,
-            stride_se, stride_sn, BASE, FP16, NORMALIZED, SOFT, W_TMA, STAGES, order_ptr, 0, 0, False,
+            tl.program_id(0), block - token_blocks, h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr, y_ptr=y_ptr,
+            topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
+            block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
+            enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_we, stride_wn=stride_wn,
+            stride_bl=stride_bl, stride_be=stride_be, stride_bn=stride_bn, H=H, I=I, RANK=RANK, SHARED_B=SHARED_B,
+            TILES=TILES, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP, WHOLE=WHOLE, DIRECT=DIRECT,
+            TILES_PER_PROGRAM=TILES_PER_PROGRAM, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
+            INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr, stride_se=stride_se,
+            stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT, W_TMA=W_TMA, STAGES=STAGES,
+            counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False,
         )  # fmt: skip

@@ -10,6 +10,8 @@
     down      W2, B2, h, s                  y [, v]                 down.py
     combine   y, topk_weights [, B2, v]     out                     combine.py
 
+With `MoEConfig.lag` the three in the middle are one launch (joined.py).
+
 At decode the layer is bound by reading weights, so each expert's weights and factors are read once for all the rows
 that chose it, and each launch starts while the one before drains. Weights in MXFP8 are decoded on their way
 (`mxfp8.py`).
@@ -112,7 +114,12 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
     _require(number, "routed_scaling", "a finite number", repr(routed_scaling))
     if config is not None:
         _require(isinstance(config, MoEConfig), "config", "a MoEConfig", type(config).__name__)
-        _require(config.joins, "config", "of rows='plan' and one number of warps where lag is not 0", config)
+        _require(
+            config.joins,
+            "config",
+            "of rows='plan' and one number of warps where lag is not 0, which is 0 or more",
+            config,
+        )
     if lora_ids is not None:
         _tensor("lora_ids", lora_ids, 1, (torch.int32,), device)
         _require(lora_ids.shape[0] == tokens, "lora_ids", f"({tokens},)", tuple(lora_ids.shape))
@@ -338,9 +345,9 @@ def fused_moe(
         ``out``: sums over k ascending in fp32, scaled, rounded once. Under tensor parallelism this rank's partial sum.
 
     The same call gives the same bits every time. A row's bits depend on the batch only through the number of tokens,
-    by which `MoEConfig` chooses ``splits``; not on what the other rows hold, which experts they chose or which
-    adapters they use. The call never synchronises and can be captured in a CUDA graph, which then serves whatever the
-    bank, ``lora_ids`` and the routing hold at replay.
+    by which `MoEConfig` chooses ``splits`` and tiles (`MoEConfig.summing_as` pins them); not on what the other rows
+    hold, which experts they chose or which adapters they use. The call never synchronises and can be captured in a CUDA
+    graph, which then serves whatever the bank, ``lora_ids`` and the routing hold at replay.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit, naming the argument; a workspace that is too

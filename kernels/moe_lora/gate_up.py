@@ -228,9 +228,13 @@ def _gate_up_kernel(
     wait_for_previous(PDL)
     let_next_start(PDL)
     gate_up_unit(
-        tl.program_id(0), tl.program_id(1), x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr, topk_ids_ptr, expert_map_ptr,
-        order_ptr, block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_a_offset,
-        stride_xt, stride_we, stride_wn, stride_al, stride_ae, stride_ar, H, N, RANK, NA, TOP_K, SPLITS, SHARED_A,
-        HAS_MAP, BLOCK_P, BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED, W_TMA, xn_ptr, x_words_ptr, scales_ptr, words_ptr,
-        stride_se, stride_sn, BASE, FP16, NORMALIZED, SOFT, AHEAD, STAGES,
+        tl.program_id(0), tl.program_id(1), x_ptr=x_ptr, w13_ptr=w13_ptr, a_ptr=a_ptr, gu_ptr=gu_ptr, t_ptr=t_ptr,
+        topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
+        block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr,
+        T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_a_offset=up_a_offset, stride_xt=stride_xt, stride_we=stride_we,
+        stride_wn=stride_wn, stride_al=stride_al, stride_ae=stride_ae, stride_ar=stride_ar, H=H, N=N, RANK=RANK, NA=NA,
+        TOP_K=TOP_K, SPLITS=SPLITS, SHARED_A=SHARED_A, HAS_MAP=HAS_MAP, BLOCK_P=BLOCK_P, BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, INTERPRETED=INTERPRETED, W_TMA=W_TMA, xn_ptr=xn_ptr, x_words_ptr=x_words_ptr,
+        scales_ptr=scales_ptr, words_ptr=words_ptr, stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16,
+        NORMALIZED=NORMALIZED, SOFT=SOFT, AHEAD=AHEAD, STAGES=STAGES,
     )  # fmt: skip

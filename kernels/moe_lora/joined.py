@@ -149,11 +149,16 @@ def _joined_kernel(
             block = tl.where(in_head, program // (A_TILES * SPLITS), block)
             count = tl.where(in_head, 2 * MAX_BLOCKS, step)
         gate_up_unit(
-            unit, block, x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr, topk_ids_ptr, expert_map_ptr, order_ptr,
-            block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_a_offset, stride_xt,
-            stride_w13e, stride_w13n, stride_al, stride_ae, stride_ar, H, 2 * I, RANK, NA, TOP_K, SPLITS, SHARED_A,
-            HAS_MAP, 0, BLOCK_M, UP_N, UP_K, INTERPRETED, UP_TMA, xn_ptr, x_words_ptr, scales13_ptr, words13_ptr,
-            stride_s13e, stride_s13n, BASE, UP_FP16, UP_NORMALIZED, SOFT, AHEAD, UP_STAGES,
+            unit, block, x_ptr=x_ptr, w13_ptr=w13_ptr, a_ptr=a_ptr, gu_ptr=gu_ptr, t_ptr=t_ptr,
+            topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
+            block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
+            enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_a_offset=up_a_offset,
+            stride_xt=stride_xt, stride_we=stride_w13e, stride_wn=stride_w13n, stride_al=stride_al, stride_ae=stride_ae,
+            stride_ar=stride_ar, H=H, N=2 * I, RANK=RANK, NA=NA, TOP_K=TOP_K, SPLITS=SPLITS, SHARED_A=SHARED_A,
+            HAS_MAP=HAS_MAP, BLOCK_P=0, BLOCK_M=BLOCK_M, BLOCK_N=UP_N, BLOCK_K=UP_K, INTERPRETED=INTERPRETED,
+            W_TMA=UP_TMA, xn_ptr=xn_ptr, x_words_ptr=x_words_ptr, scales_ptr=scales13_ptr, words_ptr=words13_ptr,
+            stride_se=stride_s13e, stride_sn=stride_s13n, BASE=BASE, FP16=UP_FP16, NORMALIZED=UP_NORMALIZED, SOFT=SOFT,
+            AHEAD=AHEAD, STAGES=UP_STAGES,
         )  # fmt: skip
         count_up(counts_ptr + count)
     elif step < MAX_BLOCKS + 2 * LAG:
@@ -161,23 +166,32 @@ def _joined_kernel(
             block = step - LAG
             if (block >= 0) & (block < MAX_BLOCKS):
                 activate_unit(
-                    part - UP_PARTS, block, gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, topk_ids_ptr, expert_map_ptr,
-                    order_ptr, block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS,
-                    up_b_offset, stride_bl, stride_be, stride_bi, stride_a2l, stride_a2e, stride_a2r, I, RANK, NA,
-                    TOP_K, SPLITS, SHARED_A, MORE, HAS_MAP, 0, BLOCK_M, BLOCK_I, BLOCK_R, INTERPRETED, PDL,
-                    counts_ptr, UP_PARTS, head, MAX_BLOCKS, True,
+                    part - UP_PARTS, block, gu_ptr=gu_ptr, t_ptr=t_ptr, b_ptr=b_ptr, a2_ptr=a2_ptr, h_ptr=h_ptr,
+                    s_ptr=s_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
+                    block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
+                    enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_b_offset=up_b_offset,
+                    stride_bl=stride_bl, stride_be=stride_be, stride_bi=stride_bi, stride_al=stride_a2l,
+                    stride_ae=stride_a2e, stride_ar=stride_a2r, I=I, RANK=RANK, NA=NA, TOP_K=TOP_K, SPLITS=SPLITS,
+                    SHARED_A=SHARED_A, MORE=MORE, HAS_MAP=HAS_MAP, BLOCK_P=0, BLOCK_M=BLOCK_M, BLOCK_I=BLOCK_I,
+                    BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, counts_ptr=counts_ptr, wanted=UP_PARTS,
+                    wanted_shared=head, MAX_BLOCKS=MAX_BLOCKS, JOINED=True,
                 )  # fmt: skip
                 count_up(counts_ptr + MAX_BLOCKS + block)
         elif part >= UP_PARTS + ACT_PARTS:
             block = step - 2 * LAG
             if (block >= 0) & (block < MAX_BLOCKS):
                 down_unit(
-                    part - (UP_PARTS + ACT_PARTS), block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr,
-                    expert_map_ptr, order_ptr, block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E,
-                    SLOTS, stride_w2e, stride_w2n, stride_b2l, stride_b2e, stride_b2n, H, I, RANK, SHARED_B, ACT_PARTS,
-                    TOP_K, MORE, HAS_MAP, DOWN_WHOLE, False, DOWN_TILES, BLOCK_M, DOWN_N, DOWN_K, BLOCK_R, INTERPRETED,
-                    PDL, scales2_ptr, words2_ptr, stride_s2e, stride_s2n, BASE, DOWN_FP16, DOWN_NORMALIZED, SOFT,
-                    DOWN_TMA, DOWN_STAGES, counts_ptr, ACT_PARTS, MAX_BLOCKS, True,
+                    part - (UP_PARTS + ACT_PARTS), block, h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr,
+                    y_ptr=y_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
+                    block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
+                    enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_w2e,
+                    stride_wn=stride_w2n, stride_bl=stride_b2l, stride_be=stride_b2e, stride_bn=stride_b2n, H=H, I=I,
+                    RANK=RANK, SHARED_B=SHARED_B, TILES=ACT_PARTS, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP,
+                    WHOLE=DOWN_WHOLE, DIRECT=False, TILES_PER_PROGRAM=DOWN_TILES, BLOCK_M=BLOCK_M, BLOCK_N=DOWN_N,
+                    BLOCK_K=DOWN_K, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales2_ptr,
+                    words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE, FP16=DOWN_FP16,
+                    NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES, counts_ptr=counts_ptr,
+                    wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True,
                 )  # fmt: skip
     elif SHARED_B:
         first = (place - (MAX_BLOCKS + 2 * LAG) * STEP) * TOKENS

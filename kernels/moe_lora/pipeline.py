@@ -45,10 +45,11 @@ def _seen(count_ptr):
 def wait_for_count(count_ptr, wanted, INTERPRETED: tl.constexpr):
     """Block until ``wanted`` programs of this launch have counted up; they must have smaller program ids.
 
-    The interpreter runs programs in the order of their ids, so there the count must have been reached.
+    The interpreter runs programs in the order of their ids, so there the count is reached, and not passed, or a GPU
+    would hang, or read what is not yet written.
     """
     if INTERPRETED:
-        tl.device_assert(tl.load(count_ptr) >= wanted)
+        assert tl.load(count_ptr) == wanted, "a program waits for others than those before it"
     else:
         count = _seen(count_ptr)
         while count < wanted:
@@ -66,7 +67,8 @@ def wait_for_counts(
         used = mask & (tl.load(block_experts_ptr + block, mask=mask, other=-1) >= 0)
         ptrs = counts_ptr + tl.where(mask, block, 0)
         if INTERPRETED:
-            tl.device_assert((tl.load(ptrs) >= wanted) | (used == 0))
+            wrong = tl.sum((used & (tl.load(ptrs) != wanted)).to(tl.int32), 0)
+            assert wrong == 0, "a program waits for others than those before it"
         else:
             missing = tl.sum((used & (_seen(ptrs) < wanted)).to(tl.int32), 0)
             while missing > 0:

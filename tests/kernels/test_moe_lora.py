@@ -3,7 +3,9 @@ such layers have met. On the CPU in Triton's interpreter; a GPU adds graphs, lar
 """
 
 import dataclasses
+import functools
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from beam_moe.kernels import tuning
 from beam_moe.kernels.moe_lora import (
     ExpertLoRA,
     MoEConfig,
@@ -19,9 +22,11 @@ from beam_moe.kernels.moe_lora import (
     fused,
     fused_moe,
     fused_moe_reference,
+    joined,
     moe_workspace,
     torch_ops,
 )
+from beam_moe.kernels.moe_lora import config as config_module
 from beam_moe.kernels.moe_lora import workspace as workspace_module
 from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
 from beam_moe.kernels.mxfp8 import prepare, quantize_reference
@@ -478,9 +483,105 @@ def test_one_launch_on_mxfp8_weights_has_the_bits_of_three(device, shared, prepa
 
 def test_one_launch_needs_a_plan_and_one_number_of_warps(device):
     args = layer(device)
-    for wrong in ({"rows": "search"}, {"act_warps": 8}):
+    for wrong in ({"rows": "search"}, {"act_warps": 8}, {"lag": -1}):
         with pytest.raises(ValueError, match="fused_moe: config must be of rows='plan' and one number of warps"):
-            fused_moe(**args, config=dataclasses.replace(SMALL, lag=1, **wrong))
+            fused_moe(**args, config=dataclasses.replace(SMALL, **{"lag": 1, **wrong}))
+
+
+class AnyOrder:
+    """A kernel whose programs run in a shuffled order, or the reverse one; one that must wait is tried again later."""
+
+    def __init__(self, kernel, shuffle):
+        self.kernel, self.shuffle, self.postponed = kernel, shuffle, 0
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            programs = list(reversed(range(grid[0])))
+            if self.shuffle:
+                random.Random(0).shuffle(programs)
+            while programs:
+                waiting = [p for p in programs if not self.ends(p, args, kwargs)]
+                assert len(waiting) < len(programs), "every program waits for another"
+                self.postponed += len(waiting)
+                programs = waiting
+
+        return launch
+
+    def ends(self, program, args, kwargs):
+        from triton.runtime.interpreter import InterpreterError, interpreter_builder
+
+        with pytest.MonkeyPatch.context() as patch:
+            place = functools.partial(setattr, interpreter_builder, "grid_idx", (program, 0, 0))
+            patch.setattr(interpreter_builder, "set_grid_idx", lambda *_: place())
+            try:
+                self.kernel[(1,)](*args, **kwargs)
+            except InterpreterError as error:
+                if "a program waits" not in repr(error):
+                    raise
+                return False
+        return True
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU starts programs as it likes")
+@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.parametrize("case", _joined_cases())
+def test_programs_of_one_launch_may_end_in_any_order_that_their_waits_allow(device, case, lag, monkeypatch):
+    """Whoever read what is not yet written would find NaN."""
+    shape, changed = _joined_cases()[case]
+    args = layer(device, **{**shape, "tokens": min(shape["tokens"], 9)})
+    for name, value in changed.items():
+        args[name].fill_(value)
+    config = dataclasses.replace(SMALL, up_block_n=32, act_block_i=16)
+    apart = fused_moe(**args, config=config)
+    args["workspace"] = Workspace(torch.empty(1 << 20, dtype=torch.uint8, device=device), 9, 2, 40)
+    kernel = fused._joined_kernel
+    for shuffle in (False, True):
+        args["workspace"].buffer.fill_(255)
+        order = AnyOrder(kernel, shuffle)
+        monkeypatch.setattr(fused, "_joined_kernel", order)
+        assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=lag)), apart)
+        assert order.postponed or case == "nothing_routed"
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU would hang")
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_wait_for_more_or_fewer_parts_than_there_are_is_found_without_a_gpu(device, times, monkeypatch):
+    real, seen = joined.count_up, []
+
+    def count_up(count_ptr):
+        seen.append(count_ptr)
+        for _ in range(times if len(seen) == 3 else 1):
+            real(count_ptr)
+
+    monkeypatch.setattr(joined, "count_up", count_up)
+    with pytest.raises(Exception, match="a program waits for others than those before it"):
+        fused_moe(**layer(device, rank=8), config=dataclasses.replace(SMALL, lag=2))
+
+
+def test_a_table_cannot_hold_a_launch_that_hangs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    pick = config_module._pick.__wrapped__
+    for wrong in ({"lag": -1}, {"lag": 2, "rows": "direct"}, {"lag": 2, "down_warps": 8}):
+        with tuning.override("moe_lora", dataclasses.asdict(dataclasses.replace(SMALL, **wrong))):
+            with pytest.raises(ValueError, match="MoEConfig.pick: the table of NVIDIA H200 for moe_lora holds"):
+                pick("cuda", 0, 3, 2, 4, 48, 24, "dense")
+    with tuning.override("moe_lora", {"splits": 3}):  # a table written before a field was there
+        assert pick("cuda", 0, 3, 2, 4, 48, 24, "dense") == MoEConfig(splits=3)
+
+
+@pytest.mark.parametrize("base", ["dense", "mxfp8"])
+@pytest.mark.parametrize("hidden", [2304, 3840, 5120])
+def test_shares_of_the_hidden_axis_are_cut_alike_where_sums_are_to_agree(base, hidden):
+    """2304 in four shares: of 640 in steps of 128, of 576 in steps of 64."""
+    rule = MoEConfig.heuristic if base == "dense" else MoEConfig.mxfp8_heuristic
+    shares = set()
+    for experts, top_k in ((8, 2), (128, 8)):
+        pinned = rule(32, top_k, experts, hidden, 768)
+        configs = [rule(n, top_k, experts, hidden, 768).summing_as(pinned, base=base) for n in (1, 64, 1024, 4096)]
+        steps = {-(-hidden // (c.splits * c.up_block_k)) * c.up_block_k for c in configs if c.splits > 1}
+        assert len(steps) <= 1
+        shares |= steps
+    assert shares or base == "mxfp8"
 
 
 def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
