@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from beam_moe import env
 from beam_moe.kernels import tuning
 
 OPS = {"dense": "moe_lora", "mxfp8": "moe_lora_mxfp8"}  # the table of each kind of weights
@@ -65,7 +66,8 @@ class MoEConfig:
         base: str = "dense",
     ) -> MoEConfig:
         """The tuned entry for this device, shape and base ("dense" or "mxfp8"), bucketed on tokens, else a rule."""
-        return _pick(device.type, device.index, tokens, top_k, experts, hidden, inter, base)
+        config = _pick(device.type, device.index, tokens, top_k, experts, hidden, inter, base)
+        return config if not config.lag or env.flag("JOIN") else replace(config, lag=0)
 
     @classmethod
     def heuristic(cls, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:

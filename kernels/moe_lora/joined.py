@@ -13,7 +13,8 @@ program id growing from left to right and from top to bottom:
 Weights of both products are read side by side, and only the last ``2 * L`` blocks (``L`` is the lag) run without the
 first product. A part waits for the count of those it depends on. They have smaller program ids, so they have been
 started and end whatever the others do, as long as programs are started in the order of their ids; that is what NVIDIA
-GPUs do, and what the locks of split products in other libraries rest on. The plan sets the counts to zero.
+GPUs do, and what the locks of split products in other libraries rest on. ``BEAM_MOE_JOIN=0`` does without. The plan
+sets the counts to zero.
 """
 
 from typing import Any
