@@ -935,13 +935,14 @@ def main() -> int:
     if opts.report:
         import harness
 
-        path = harness.results_path("vllm_decode")
-        rows = harness.read_rows(path)
-        if not rows:
-            print(f"no results in {path}; BEAM_MOE_RESULTS names another folder")
-            return 1
-        report(with_predictions(with_ratios(rows)))
-        return 0
+        root = harness.results_path("vllm_decode").parents[1]
+        found = sorted(root.glob("*/vllm_decode.json"))
+        for path in found:
+            print(path.parent.name)
+            report(with_predictions(with_ratios(harness.read_rows(path))))
+        if not found:
+            print(f"no */vllm_decode.json in {root}; BEAM_MOE_RESULTS names another folder")
+        return 0 if found else 1
     if not opts.plan:
         from engines import need
 

@@ -1,7 +1,7 @@
 """Launch configurations measured offline, one JSON file per device and operation: ``configs/<device>/<op>.json``.
 
     {"device": "NVIDIA H200", "op": "moe_lora", "triton": "3.6.0", "torch": "2.11.0+cu130",
-     "entries": [{"shape": {"hidden": 5120, "inter": 320, "experts": 256}, "rows": 16, "config": {"block_n": 32}}]}
+     "entries": [{"shape": {"experts": 256, "hidden": 5120, …}, "rows": 16, "config": {"block_m": 8, …}}]}
 
 A lookup is exact on every key of the shape and bucketed on the rows: the smallest entry with at least as many rows
 serves, the largest one beyond the end of the table. Where nothing fits the caller's heuristic decides; nothing is tuned

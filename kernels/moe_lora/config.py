@@ -65,7 +65,10 @@ class MoEConfig:
         *,
         base: str = "dense",
     ) -> MoEConfig:
-        """The tuned entry for this device, shape and base ("dense" or "mxfp8"), bucketed on tokens, else a rule."""
+        """The tuned entry for this device, shape and base ("dense" or "mxfp8"), bucketed on tokens, else a rule.
+
+        The rule serves other shapes, and tokens past a table's end where blocks must grow.
+        """
         config = _pick(device.type, device.index, tokens, top_k, experts, hidden, inter, base)
         return config if not config.lag or env.flag("JOIN") else replace(config, lag=0)
 
@@ -241,6 +244,8 @@ GROUPS: dict[str, _Groups] = {"dense": _DENSE, "mxfp8": _MXFP8}
 def _pick(
     kind: str, index: int | None, tokens: int, top_k: int, experts: int, hidden: int, inter: int, base: str
 ) -> MoEConfig:
+    rule = MoEConfig.heuristic if base == "dense" else MoEConfig.mxfp8_heuristic
+    ruled = rule(tokens, top_k, experts, hidden, inter)
     if kind == "cuda":
         name = torch.cuda.get_device_name(index)
         tuned = tuning.lookup(name, OPS[base], tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
@@ -250,6 +255,6 @@ def _pick(
                 raise ValueError(
                     f"MoEConfig.pick: the table of {name} for {OPS[base]} holds a launch that hangs: {config}"
                 )
-            return config
-    rule = MoEConfig.heuristic if base == "dense" else MoEConfig.mxfp8_heuristic
-    return rule(tokens, top_k, experts, hidden, inter)
+            # past a table's end its last entry is small: it would read an expert once for every few of many rows
+            return config if ruled.block_m <= max(16, config.block_m) else ruled
+    return ruled

@@ -1,4 +1,4 @@
-"""`fused_moe`: the routed experts of one MoE layer with a LoRA adapter on every expert, in five launches.
+"""`fused_moe`: the routed experts of one MoE layer with a LoRA adapter on every expert, in three to five launches.
 
     out[t] = scale * sum_k w[t, k] * (W2[e] @ h + B2[l, e] @ (A2[l, e] @ h))
     h      = silu(g) * u, (g | u) = W13[e] @ x[t] + B13[l, e] @ (A13[l, e] @ x[t]),  e = topk_ids[t, k], l = lora_ids[t]

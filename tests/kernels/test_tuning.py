@@ -113,3 +113,11 @@ def test_one_launch_can_be_switched_off(monkeypatch):
     joined = MoEConfig.pick(*shape)
     monkeypatch.setenv("BEAM_MOE_JOIN", "0")
     assert joined.lag > 0 and MoEConfig.pick(*shape) == replace(joined, lag=0)
+
+
+@pytest.mark.parametrize(("tokens", "block_m"), [(128, 8), (256, 16), (512, 16), (1024, 32), (4096, 64)])
+def test_past_a_tables_end_blocks_grow(tokens, block_m, monkeypatch):
+    """Of 256 experts with top-8; the table of MXFP8 weights ends at 256 tokens."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
+    picked = MoEConfig.pick(torch.device("cuda", 0), tokens, 8, 256, 5120, 320, base="mxfp8")
+    assert picked.block_m == block_m and (picked.lag > 0) == (tokens <= 512)
