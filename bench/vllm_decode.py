@@ -4,7 +4,7 @@ Each cell is one engine in one process: Beam itself (or Qwen3-MoE of the same ge
 that one of TP8's ranks holds (hidden 5120, 2560 / 8 = 320 columns, 256 experts, top-8, 6 of 48 heads), 12 such layers,
 random weights and a router re-initialised to near-uniform choice. A step's time is the difference between a long and a
 short generation over the tokens between them, so prefill and start-up cancel. ``us_per_layer`` is the whole step,
-sampling and scheduling included, over the layers.
+sampling and scheduling included, over the layers; ``host_stolen_s`` is what other machines of the host took meanwhile.
 
     python bench/vllm_decode.py                                     # the bf16 ladder of Beam, one cell per visible GPU
     python bench/vllm_decode.py --bases bf16,mxfp8 --archs beam,qwen3
@@ -302,6 +302,18 @@ def quiet_multicast() -> None:
         raise SystemExit("NVLink multicast is off here, and vLLM's Beam would use it through FlashInfer: remove that")
 
 
+def stolen_s(stat: str = "/proc/stat") -> float:
+    """Seconds of processor time that this machine's host has given to others so far, over all processors.
+
+    It lengthens steps that are short, which wait for the host: a row with much of it is worth another run.
+    """
+    try:
+        first = Path(stat).read_text().splitlines()[0].split()
+        return int(first[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def keep_rows(path: Path | None, rows: list[dict]) -> None:
     """Write what has been measured so far, whole or not at all."""
     if path is not None:
@@ -448,7 +460,9 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
         adapter = None if mode == "none" else request
         generate(batches[0], 8, adapter)
         for batch in batches:
+            before = stolen_s()
             short, long = (min(generate(batch, n, adapter) for _ in range(opts.repeats)) for n in (SHORT, LONG))
+            stolen = round(stolen_s() - before, 2)
             step = (long - short) / (LONG - SHORT)
             row = {
                 "batch": batch, "arch": opts.arch, "base": opts.base, "adapters": mode, "kernels": opts.kernels,
@@ -461,6 +475,7 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
                 "micro_batch": micro[batch], "all_reduce_us": reduce_us.get(micro[batch]),
                 "distinct_experts": distinct_experts(ids, micro[batch]), "missing": missing, "experts_class": used,
                 "vllm_version": vllm.__version__, "start_s": round(started, 1), "together": opts.together,
+                "host_stolen_s": stolen,
             }  # fmt: skip
             row["case"] = case_of(row)
             rows.append(row)

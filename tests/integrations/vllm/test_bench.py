@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -481,3 +482,10 @@ def test_fixed_kv_cache_holds_the_largest_batch(bench, tmp_path, arguments, head
         requests = max(map(int, opts.batches.split(",")))
         assert all(p.num_blocks > requests * blocks for p in planned)
     assert "kv_cache_memory_bytes" not in bench.memory_options(bench.parse(["--cell", "--arch", "beam-full"]))
+
+
+def test_time_that_the_host_gave_to_others(bench, tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text(f"cpu  1 2 3 4 5 6 7 {3 * os.sysconf('SC_CLK_TCK')} 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n")
+    assert bench.stolen_s(str(stat)) == 3.0
+    assert bench.stolen_s(str(tmp_path / "none")) == 0.0
