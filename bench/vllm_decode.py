@@ -9,7 +9,7 @@ sampling and scheduling included, over the layers; ``host_stolen_s`` is what oth
     python bench/vllm_decode.py                                     # the bf16 ladder of Beam, one cell per visible GPU
     python bench/vllm_decode.py --bases bf16,mxfp8 --archs beam,qwen3
     python bench/vllm_decode.py --together 3                        # three engines share a GPU, measured in turn
-    python bench/vllm_decode.py --together 3 --hold /tmp/busy       # none is measured while that file exists
+    python bench/vllm_decode.py --together 3 --hold FILE            # none is measured while FILE exists
     python bench/vllm_decode.py --tp 2                              # the same work a rank, and communication; or --pp 2
     python bench/vllm_decode.py --only "beam/bf16/ours/none,per-expert;beam/bf16/stock/none,per-expert"
     python bench/vllm_decode.py --cell --kernels ours --adapters none,per-expert --base bf16 --arch beam
