@@ -480,9 +480,8 @@ class ExpertsWarmup(VllmJitKernel[Any]):
         limit = 0 if experts is None or experts.reason else min(experts.limit(), self.max_tokens)
         first: dict[Any, int] = {}
         for n in (*range(1, min(limit, 512) + 1), *range(512, limit + 1, 128), limit):
-            if (
-                n
-            ):  # our kernels specialise on their configuration, and where they look through all pairs, on their number
+            # our kernels specialise on their configuration and, where they look through all pairs, on their number
+            if n:
                 first.setdefault((experts.config(n, top_k, w1, w2), (n * top_k - 1).bit_length()), n)
         name = None if experts is None else experts.quant_config.config_name(runner.moe_config.in_dtype)
         for bucket in (*(2**i for i in range(17)), *(3 * 2**i for i in range(15)), self.max_tokens):

@@ -35,11 +35,11 @@ from beam_moe.kernels.moe_lora.config import MoEConfig
 from beam_moe.kernels.moe_lora.down import TOKENS, _down_kernel
 from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
 from beam_moe.kernels.moe_lora.joined import _joined_kernel, joined_constants, joined_grid
-from beam_moe.kernels.moe_lora.mxfp8 import described, operand
+from beam_moe.kernels.moe_lora.mxfp8 import operand
 from beam_moe.kernels.moe_lora.plan import build_plan
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
-from beam_moe.kernels.mxfp8.gemm import scales_ahead
+from beam_moe.kernels.mxfp8.gemm import _stack_descriptor, scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
@@ -216,8 +216,8 @@ def _run(
         down_base = down.constants | {"NORMALIZED": bf16}
     else:
         up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]
-        if cfg.up_tma and (blocks13 := described(w13, cfg.up_block_n, cfg.up_block_k)) is not None:
-            up_w, up_base = blocks13, {"W_TMA": True}
+        if cfg.up_tma and (described := _stack_descriptor(w13, cfg.up_block_n, cfg.up_block_k)) is not None:
+            up_w, up_base = described, {"W_TMA": True}
 
     if cfg.rows == "plan" or images:
         build_plan(
@@ -245,7 +245,6 @@ def _run(
         a_strides, b_strides, a2_strides, b2_strides = gate_a.stride(), gate_b.stride(), w2_a.stride(), w2_b.stride()
         up_a_offset, up_b_offset = _offset(gate_a, up_a), _offset(gate_b, up_b)
 
-    w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
     if cfg.lag:
         grid = joined_grid(
             tokens=tokens, hidden=hidden, inter=inter, blocks=blocks, a_rows=na * rank, shared_a=shared_a,
@@ -265,6 +264,7 @@ def _run(
             HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
+        w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
         up_parts, token_blocks = (w_tiles + a_tiles) * cfg.splits, 0
         if shared_a:
             up_parts, token_blocks = max(w_tiles, a_tiles) * cfg.splits, triton.cdiv(tokens, cfg.block_m)

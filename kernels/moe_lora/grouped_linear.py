@@ -33,7 +33,7 @@ from beam_moe.kernels.checks import require_device, require_ends
 from beam_moe.kernels.moe_lora.fused import _on_device
 from beam_moe.kernels.mxfp8.decode_block import settled
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
-from beam_moe.kernels.mxfp8.gemm import _descriptor
+from beam_moe.kernels.mxfp8.gemm import _descriptor, _stack_descriptor
 from beam_moe.kernels.mxfp8.grouped import _group_of_tile, dequantize_groups, grouped_wgrad
 from beam_moe.kernels.mxfp8.quantize import fake_quantize
 from beam_moe.kernels.mxfp8.tile import rows_within, tile_place
@@ -364,14 +364,7 @@ def _project(
     if config is None:
         wide = torch.float32 in (x.dtype, w.dtype) or x.dtype != w.dtype
         config = GroupedLoRAConfig.pick(rows, groups, n, k, turned=turned, wide=wide, device=x.device)
-    x_desc, w_desc = _descriptor(x, [config.bm, config.bk]), None
-    if turned and k % config.bk == 0 and w.stride(0) == k * w.stride(2):
-        # whole steps only: what lies behind the last row of an expert is the next expert, which no bound cuts off
-        flat = w.as_strided((groups * k, n), (w.stride(2), 1), w.storage_offset())
-        w_desc = _descriptor(flat, [config.bk, config.bn])
-    elif not turned and w.stride(0) == n * w.stride(1):
-        flat = w.as_strided((groups * n, k), (w.stride(1), w.stride(2)), w.storage_offset())
-        w_desc = _descriptor(flat, [config.bn, config.bk])
+    x_desc, w_desc = _descriptor(x, [config.bm, config.bk]), _stack_descriptor(w, config.bn, config.bk)
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     if rows == 0:
         return out

@@ -33,7 +33,7 @@ from beam_moe.kernels.mxfp8.decode_block import (
     weights_fp16,
 )
 from beam_moe.kernels.mxfp8.format import MXFP8Tensor
-from beam_moe.kernels.mxfp8.gemm import _descriptor
+from beam_moe.kernels.mxfp8.gemm import _stack_descriptor
 from beam_moe.kernels.mxfp8.quantize import _soft
 
 
@@ -45,18 +45,10 @@ class Operand(NamedTuple):
     constants: dict[str, Any]  # and its scales and words, by name
 
 
-def described(w: torch.Tensor, block_n: int, block_k: int) -> Any:
-    """A TMA descriptor of blocks of ``w`` (E, N, K) as (E * N, K), or None where it cannot have one."""
-    experts, rows, cols = w.shape
-    if _soft(w.device) or w.stride(0) != rows * w.stride(1):
-        return None
-    return _descriptor(w.as_strided((experts * rows, cols), (w.stride(1), 1)), [block_n, block_k])
-
-
 def operand(w: MXFP8Tensor, block_n: int, block_k: int) -> Operand:
     """``w`` (E, N, K) for tiles of (block_n, block_k)."""
     codes = w.data.view(torch.uint8)
-    blocks = described(codes, block_n, block_k)
+    blocks = _stack_descriptor(codes, block_n, block_k)
     constants = {
         "scales_ptr": w.scale,
         "words_ptr": w.scale if w.rows is None else w.rows,

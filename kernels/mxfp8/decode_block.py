@@ -12,8 +12,8 @@ largest scale byte of the output row; the row's factor ``2**(top - 127 - LIFT)``
 (`row_exponent`). Exact while ``top - s`` stays within ``LIMIT`` (21 for E4M3, 8 for E5M2: fp16 keeps 24 binades below
 1, the element needs some of them). `prepare` finds ``top`` over blocks that are not all zero, since such a block has
 byte 0 and would widen every spread, and marks rows that do not fit; `weights_fp16` keeps every factor finite, so that a
-zero block is 0 whatever its byte. Marked rows must take the bf16 form. A row with scale byte 255 is
-NaN as a whole: its factor is.
+zero block is 0 whatever its byte. Marked rows must take the bf16 form. A row with scale byte 255 is NaN as a whole: its
+factor is.
 
 Activations for the fp16 form are fp16. bf16 has more exponents than fp16: `normalize_rows` multiplies each row by a
 power of two that brings its largest magnitude into ``[2**14, 2**15)`` and marks rows that are not exact even so (not

@@ -258,6 +258,22 @@ def _descriptor(t: torch.Tensor, block: list[int]):
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block)
 
 
+def _stack_descriptor(w: torch.Tensor, bn: int, bk: int):
+    """TMA descriptor of the matrices ``w`` (E, N, K) as one, or None where it cannot have one.
+
+    In blocks of (bn, bk); of (bk, bn) where N is the innermost axis.
+    """
+    experts, n, k = w.shape
+    if w.stride(2) == 1:
+        if w.stride(0) != n * w.stride(1):
+            return None
+        return _descriptor(w.as_strided((experts * n, k), (w.stride(1), 1)), [bn, bk])
+    # whole steps only: what lies behind the last row of an expert is the next expert, which no bound cuts off
+    if k % bk or w.stride(0) != k * w.stride(2):
+        return None
+    return _descriptor(w.as_strided((experts * k, n), (w.stride(2), w.stride(1))), [bk, bn])
+
+
 def scales_ahead(scale: torch.Tensor, bn: int, bk: int, warps: int) -> bool:
     """Whether a thread's share of a tile's scales cannot be copied asynchronously (`tile.product`)."""
     aligned = scale.stride(-1) == 1 and scale.stride(-2) % 16 == 0 and scale.data_ptr() % 16 == 0

@@ -31,6 +31,7 @@ from beam_moe.kernels.mxfp8.gemm import (
     _contracting,
     _descriptor,
     _serves,
+    _stack_descriptor,
     _values,
     tile_constants,
 )
@@ -192,15 +193,8 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, offsets, bias, out: torch.Tensor, co
     pdl = normalized and supports_pdl(x.device)
     xn, tokens = normalize_rows(x, pdl=pdl) if normalized else (x, None)
     codes = b.data.view(torch.uint8)
-    x_desc, w_desc = _descriptor(xn, [config.bm, config.bk]), None
+    x_desc, w_desc = _descriptor(xn, [config.bm, config.bk]), _stack_descriptor(codes, config.bn, config.bk)
     turned = codes.stride(2) != 1
-    if turned and k % config.bk == 0 and codes.stride(0) == k * codes.stride(2):
-        # whole steps only: what lies behind the last row of an expert is the next expert, which no bound cuts off
-        flat = codes.as_strided((groups * k, n), (codes.stride(2), codes.stride(1)))
-        w_desc = _descriptor(flat, [config.bk, config.bn])
-    elif not turned and codes.stride(0) == n * codes.stride(1):
-        flat = codes.as_strided((groups * n, k), (codes.stride(1), codes.stride(2)))
-        w_desc = _descriptor(flat, [config.bn, config.bk])
     # every group that has rows adds at most one short tile; rows behind the last offset fit in what that leaves over
     tiles_m = triton.cdiv(rows, config.bm) + min(groups, rows)
     tiles_n = triton.cdiv(n, config.bn)
