@@ -224,11 +224,13 @@ def loop() -> str:
     columns = ["mode", "steps", "reward, first", "reward, last", "router exact", "mean difference of log-probabilities"]
     columns += ["without router replay", "nor an fp32 router", "head in bf16"]
     lines = []
-    for mode, steps in modes.items():
+    for steps in modes.values():
         first = steps[0]
-        gpus = "training on two, PP 2" if first["train_pp"] > 1 else "rollout on two, TP 2"
-        name = mode if "/" not in mode else f"{first['mode']}, {gpus}"
-        line = [name, str(len(steps)), f"{first['reward']:.3f}", f"{steps[-1]['reward']:.3f}"]
+        apart = (("train_pp", "training at PP"), ("train_ep", "training at EP"), ("rollout_tp", "rollout at TP"))
+        named = [f"{what} {first[size]}" for size, what in apart if first[size] > 1]
+        named += [f"{first['wire']} on the wire"] if first["wire"] != "bf16" else []
+        line = [", ".join([first["mode"], *named]), str(len(steps))]
+        line += [f"{first['reward']:.3f}", f"{steps[-1]['reward']:.3f}"]
         line.append("every step" if all(row["router_exact"] for row in steps) else "NOT always")
         line.append(f"{first['logprob_diff_mean']:.4f}")
         line += [f"{first['variants'][name]['logprob_diff_mean']:.4f}" for name in rl_loop.VARIANTS]
