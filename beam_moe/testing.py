@@ -1,6 +1,21 @@
-"""Numerical comparison shared by tests and benches."""
+"""What tests and benches share: numerical comparison, and a script as a module."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import torch
+
+
+def load_script(path: Path) -> ModuleType:
+    """A file of a folder that is no package, such as ``bench/``, executed anew and registered by folder and name."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, f"{path} is no module"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def error_ratio(ref: torch.Tensor, got: torch.Tensor) -> float:

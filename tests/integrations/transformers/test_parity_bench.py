@@ -1,12 +1,12 @@
 """The parity bench's first and last step, on tokens that the reference itself generated."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from beam_moe.testing import load_script
 
 transformers = pytest.importorskip("transformers", minversion="5.22")
 pytest.importorskip("safetensors")
@@ -16,10 +16,7 @@ BENCH = Path(__file__).parents[3] / "bench" / "vllm_parity.py"
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_vllm_parity", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = load_script(BENCH)
     module.PROMPTS, module.PROMPT, module.NEW = 2, 20, 6
     return module
 

@@ -1,6 +1,5 @@
 """What the decode bench does inside the engine, on a tiny model: a GPU run is too dear to find a typing error."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,26 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from beam_moe.testing import load_script
+
 FOLDER = Path(__file__).parents[3] / "bench"
 ESTIMATES = ("KV cache", "activations (estimate)", "runtime (estimate)")
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def bench(fake_hopper):
-    return load("vllm_decode")
+    return load_script(FOLDER / "vllm_decode.py")
 
 
 @pytest.fixture(scope="module")
 def memory_plan():
-    return load("memory_plan")
+    return load_script(FOLDER / "memory_plan.py")
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -8,24 +8,17 @@ import importlib.util
 import json
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from beam_moe.testing import load_script
+
 HERE = Path(__file__).parent
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"vllm_tests_{name}", HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-engine_pool = load("engine_pool")
+engine_pool = load_script(HERE / "engine_pool.py")
 Scenario = engine_pool.Scenario
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 needs = pytest.mark.engines  # the scenarios whose results a test's `results` are, in this order

@@ -1,6 +1,5 @@
 """The pool that runs the GPU scenarios, with a small script in the engine's place."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from beam_moe.testing import load_script
 
 HERE = Path(__file__).parent
 SCRIPT = """
@@ -33,11 +34,7 @@ json.dump({"start": start, "end": time.time(), **env}, open(os.path.join(folder,
 
 @pytest.fixture(scope="module")
 def engine_pool():
-    spec = importlib.util.spec_from_file_location("vllm_tests_engine_pool", HERE / "engine_pool.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(HERE / "engine_pool.py")
 
 
 @pytest.fixture
@@ -159,6 +156,8 @@ def test_interrupted_pytest_leaves_no_process(tmp_path, signal):
     (tmp_path / "test_hangs.py").write_text(
         head.replace("pytest.mark.gpu, pytest.mark.slow", "")
         + f"""
+import sys
+
 engine_pool.visible_gpus = lambda: ["0"]
 engine_pool.Pool.__init__.__defaults__ = (
     lambda s, f: [sys.executable, {str(tmp_path / "script.py")!r}, s.name, str(f), "0"], 580, 0)

@@ -1,13 +1,12 @@
 """Quantised checkpoints of Beam with LoRA on: served by our experts, or by vLLM's with the reason said once."""
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from beam_moe.testing import assert_close
+from beam_moe.testing import assert_close, load_script
 
 LIMIT = 4e-3
 HERE = Path(__file__).parent
@@ -20,16 +19,9 @@ STOCK = {
 }
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"vllm_tests_{name}", HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def checkpoints():
-    return load("checkpoints")
+    return load_script(HERE / "checkpoints.py")
 
 
 @pytest.fixture
@@ -98,7 +90,7 @@ def test_mxfp8_checkpoints_run_on_ours(harness, checkpoints, model_config, tmp_p
             stacks = {0: harness.experts_stacks(model, 2, 0)}
             harness.set_slots(manager, [0, -1, 0, -1])
             got = harness.run_experts(runner, x, weights, ids)
-            reference = load("test_experts").reference
+            reference = load_script(HERE / "test_experts.py").reference
             assert_close(fmt, reference(harness, dense, x, weights, ids, [0, -1, 0, -1], stacks), got, LIMIT)
             harness.set_slots(manager, [-1] * 4)
             bare = harness.run_experts(runner, x, weights, ids)
@@ -182,7 +174,7 @@ def test_draft_layers_share_a_kv_cache_group(harness, checkpoints, tmp_path):
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups
 
-    beam = load("engine").BEAM
+    beam = load_script(HERE / "engine.py").BEAM
     target, draft = checkpoints.write(tmp_path / "m", beam, "plain"), checkpoints.write_draft(tmp_path / "d", beam)
     config = harness.engine_config(
         target, lora=False, dtype="bfloat16",

@@ -1,6 +1,5 @@
 """``--quantization beam_mxfp8``: vLLM's online MXFP8, every expert on our kernel, or an error that names the layer."""
 
-import importlib.util
 import pickle
 import re
 import subprocess
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from beam_moe.testing import assert_close
+from beam_moe.testing import assert_close, load_script
 
 LIMIT = 4e-3
 NAME = "beam_mxfp8"
@@ -27,10 +26,7 @@ def portable_linears(monkeypatch):
 
 @pytest.fixture(scope="module")
 def reference():
-    spec = importlib.util.spec_from_file_location("vllm_experts_tests", Path(__file__).parent / "test_experts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.reference
+    return load_script(Path(__file__).parent / "test_experts.py").reference
 
 
 def runners(model):

@@ -1,7 +1,6 @@
 """The engine's half of the RL loop: vLLM's whole engine on the CPU, driven by the bench's own messages."""
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from beam_moe.testing import load_script
 from beam_moe.weight_sync import declare_routers
 
 HERE = Path(__file__).parent
@@ -24,10 +24,7 @@ RANK, NEW = 8, 3
 
 @pytest.fixture(scope="module")
 def rl_loop():
-    spec = importlib.util.spec_from_file_location("bench_rl_loop", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = load_script(BENCH)
     module.MODEL = {**module.MODEL, **SHAPE}
     return module
 
