@@ -3,6 +3,7 @@
     python bench/mxfp8_gemm.py                            # the whole grid; rows go to bench/results/<device>/
     python bench/mxfp8_gemm.py --only decode,8192x8192    # cases whose name holds every part
     python bench/mxfp8_gemm.py --sweep                    # times tiles and writes kernels/configs/<device>/
+    python bench/mxfp8_gemm.py --sweep --only decode/8192 # only decode's; also times a plain read of the same bytes
     python bench/mxfp8_gemm.py --sweep --quick            # without Beam's dense shapes and the grouped decode sizes
 
 A decode case's floor is the bytes of weights, scales, activations and result over the read bandwidth; its ``share`` is
@@ -23,9 +24,12 @@ from dataclasses import dataclass, field
 
 import harness
 import torch
+import triton
+import triton.language as tl
 import typer
 
 from beam_moe.kernels import tuning
+from beam_moe.kernels.launch import supports_pdl
 from beam_moe.kernels.mxfp8 import (
     GemmConfig,
     MXFP8Tensor,
@@ -407,6 +411,92 @@ def print_rows(rows: list[dict]) -> None:
 # --- sweep
 
 
+@triton.jit
+def _read_kernel(src_ptr, sink_ptr, blocks, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr):
+    """Grid (programs,): `harness`'s plain read, with launches that overlap as gemm's do."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros((BLOCK,), dtype=tl.int32)
+    lane = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
+        base = src_ptr + block * (BLOCK * UNROLL)
+        for i in tl.static_range(UNROLL):
+            acc += tl.load(base + i * BLOCK + lane)
+    tl.store(sink_ptr + tl.program_id(0), tl.sum(acc))
+
+
+def read_us(size: int) -> dict[str, float]:
+    """Microseconds of a launch that reads ``size`` bytes and does nothing else, with and without overlap."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    words = size // 4 // 16384 * 16384
+    sources = [
+        torch.randint(-(2**31), 2**31 - 1, (words,), dtype=torch.int32, device="cuda")
+        for _ in range(harness.copies_for(size))
+    ]
+    sink = torch.empty(sms * 16, dtype=torch.int32, device="cuda")
+    found = {}
+    for name, pdl in (("plain", False), ("overlapped", True)):
+        if pdl and not supports_pdl(harness.device()):
+            continue
+        times = []
+        for block, unroll, warps, per_sm in ((4096, 2, 8, 4), (2048, 4, 4, 8), (4096, 4, 8, 4), (2048, 2, 4, 8)):
+            constants = {"BLOCK": block, "UNROLL": unroll, "PDL": pdl, "num_warps": warps}
+            constants |= {"launch_pdl": True} if pdl else {}
+            grid, blocks = (sms * per_sm,), words // (block * unroll)
+            calls = [lambda t=t, g=grid, b=blocks, c=constants: _read_kernel[g](t, sink, b, **c) for t in sources]
+            times.append(harness.time_us(calls, 7, 1.0)["us"])
+        found[name] = min(times) * size / (4 * words)
+    return found
+
+
+def even_splits(tiles: int, steps: int, slots: int) -> list[int]:
+    """The two splits of K by which equal shares keep most of the slots busy."""
+
+    def busy(split: int) -> float:
+        waves = -(-tiles * split // slots)
+        return tiles * steps / (waves * slots * -(-steps // split))
+
+    return sorted(range(1, min(steps, 16) + 1), key=lambda s: (-busy(s), s))[:2]
+
+
+def stream_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
+    """Tiles of the route `stream`: two programs an SM of 8 warps, or as many warps otherwise."""
+    bm, sms = 8 if rows <= 8 else 16, 132
+    out = []
+    for bn, bk, warps in (
+        (256, 128, 8), (128, 256, 8), (128, 128, 8), (256, 256, 16), (256, 128, 16),
+        (128, 128, 4), (64, 256, 4), (512, 128, 16),
+    ):  # fmt: skip
+        for split in even_splits(-(-n // bn), k // bk, sms * 16 // warps) if k % bk == 0 else ():
+            if -(-k // bk // split) * bk * bm * 2 > 128 << 10:
+                continue  # the tokens of a share lie in shared memory
+            out += [GemmConfig("stream", bm, bn, bk, split, warps, ask, True) for ask in (1, 2, 4)]
+    return out
+
+
+def dense_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
+    """What decode's dense products choose from: a second launch for partial sums, sums joined in place, `stream`."""
+    bm = max(8, rows)
+    if rows > 16:
+        forms = [(64, 256, 2, 4, 3), (64, 256, 3, 4, 3), (64, 128, 3, 4, 6)]
+        if rows > 32:
+            forms = [(64, 128, 2, 4, 4), (64, 128, 1, 4, 4), (64, 128, 2, 4, 5)]
+        return both_forms([GemmConfig("fp16", bm, *f, join) for f in forms for join in (False, True)])
+    apart = [(64, 256, 3, 4, 3), (64, 256, 2, 4, 5), (128, 128, 3, 8, 5)]
+    joined = [(64, 256, s, 4, 3) for s in (2, 3, 4)] + [(64, 256, 2, 4, 5), (64, 128, 3, 4, 6), (128, 128, 3, 8, 5)]
+    joined += [(64, 512, 3, 4, 2), (32, 256, 2, 2, 4), (64, 256, 3, 2, 4)]
+    out = [GemmConfig("bf16", bm, *f) for f in apart] + [GemmConfig("bf16", bm, *f, True) for f in joined]
+    out += [GemmConfig("fp16", bm, 64, 256, 3, 4, 3, join) for join in (False, True)]
+    return out + stream_tiles(rows, n, k)
+
+
+def form(config: GemmConfig) -> str:
+    return (
+        config.route if config.route == "stream" else f"{config.route}, {'joined' if config.join else 'second launch'}"
+    )
+
+
 def decode_tiles(bm: int) -> list[GemmConfig]:
     """Tiles for up to ``bm`` rows of a launch that reads weights."""
     if bm <= 32:
@@ -449,8 +539,8 @@ def targets(quick: bool, only: str = "") -> list[Target]:
     out = []
     shapes = [SQUARE] if quick else [SQUARE, *BEAM]
     for n, k in shapes:
-        for rows in (8, 16, 32, 64):
-            out.append(Target(Case("decode", rows, n, k), tuple(both_forms(decode_tiles(rows)))))
+        for rows in (1, 8, 16, 32, 64):
+            out.append(Target(Case("decode", rows, n, k), tuple(dense_tiles(rows, n, k))))
     for rows in (128, 256, 512):
         tiles = (*both_forms(middle_tiles(rows)), GemmConfig("dequantize"))
         out.append(Target(Case("train weights", rows, *SQUARE), tiles))
@@ -522,13 +612,31 @@ def time_candidates(target: Target, bound: Bound) -> dict[GemmConfig, float]:
     return times
 
 
+def tile(c: GemmConfig) -> str:
+    return f"{c.bm}x{c.bn}x{c.bk} s{c.split} w{c.warps} st{c.stages}" + (" joined" if c.join else "")
+
+
+def best_forms(case: Case, bound: Bound, times: dict[GemmConfig, float]) -> list[tuple]:
+    """Rows of the table: a plain read of the same bytes, then the fastest candidate of each form."""
+    floor, reads = bound.read_bytes / harness.floor_tb_s() / 1e6, read_us(bound.read_bytes)
+    shown = [(case.key, f"read, {name}", None, us, 100 * floor / us, None, None) for name, us in reads.items()]
+    for name in sorted({form(c) for c in times}):
+        c = min((c for c in times if form(c) == name), key=times.__getitem__)
+        against = [100 * reads[r] / times[c] if r in reads else None for r in ("plain", "overlapped")]
+        shown.append((case.key, name, tile(c), times[c], 100 * floor / times[c], *against))
+    return shown
+
+
 def sweep(work: list[Target], jobs: int, save: bool) -> None:
     harness.compile_ahead(
         jobs, [(compile_target, t, t.candidates[i::4]) for t in work for i in range(4) if t.candidates[i::4]]
     )
+    table = []
     for target in work:
         case, bound = target.case, operands(target)
         times = time_candidates(target, bound)
+        if case.what == "decode":
+            table += best_forms(case, bound, times)
         peer = {name: harness.time_us(rotated(p, bound.sets), 7, 1.0)["us"] for name, p in bound.peers.items()}
         floor = bound.read_bytes / harness.floor_tb_s() / 1e6
         entries = []
@@ -537,8 +645,7 @@ def sweep(work: list[Target], jobs: int, save: bool) -> None:
             if not ranked:
                 continue
             shown = "  ".join(
-                f"{c.route} {c.bm}x{c.bn}x{c.bk} s{c.split} w{c.warps} st{c.stages} {times[c]:.1f}us"
-                + (f" {100 * floor / times[c]:.0f}%" if floor else "")
+                f"{c.route} {tile(c)} {times[c]:.1f}us" + (f" {100 * floor / times[c]:.0f}%" if floor else "")
                 for c in ranked[:4]
             )
             harness.say(f"{case.key} {'prepared' if prepared else 'bf16 only'}: {shown} | {peer}")
@@ -547,11 +654,17 @@ def sweep(work: list[Target], jobs: int, save: bool) -> None:
             if case.groups:
                 shape |= {"groups": case.groups, "turned": int(target.dgrad)}
                 rows = -(-case.rows // case.groups)
-            entries.append({"shape": shape, "rows": rows, "config": dataclasses.asdict(ranked[0])})
+            config = dataclasses.asdict(ranked[0])
+            if not config["join"]:
+                del config["join"]  # as where there is no such choice
+            entries.append({"shape": shape, "rows": rows, "config": config})
         if save and entries:
             tuning.save(harness.device(), "mxfp8_grouped" if case.groups else "mxfp8_gemm", entries)
         del bound
         torch.cuda.empty_cache()
+    if table:
+        columns = ("case", "form", "tile", "us", "share of the floor %", "of a read %", "of an overlapped read %")
+        harness.print_table("Decode, the best of each form", columns, table)
 
 
 SMALL = [

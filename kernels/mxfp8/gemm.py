@@ -9,6 +9,8 @@
                  do not fit in fp16 are found on the device and take the bf16 form inside the same launch.
 ``dequantize``   Weights (and MXFP8 activations) to bf16 in memory, then cuBLAS. The copy of the weights lives for the
                  length of the call unless the caller keeps one and passes it as ``b_dense``.
+``stream``       The bf16 form for up to 16 tokens on Hopper, in Gluon: codes go from memory to registers with no
+                 shared memory between (`stream`). Operands with contiguous, aligned rows.
 ``native``       Blackwell: block-scaled tensor core instructions on two MXFP8 operands (`tl.dot_scaled`). No other
                  route takes scales in the 128x4 layout of `swizzle_scales`. On sm_100 those of a tile of at
                  least 128 rows are copied to tensor memory; all others get there through registers.
@@ -50,10 +52,12 @@ from beam_moe.kernels.mxfp8.format import (
 )
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, _swizzled, dequantize
 from beam_moe.kernels.mxfp8.tile import ask_for_rows, finished_product, rows_within, tile_place
+from beam_moe.kernels.router import _COUNTERS, _Counters
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ROUTES = ("bf16", "fp16", "dequantize", "native")
+ROUTES = ("bf16", "fp16", "stream", "dequantize", "native")
 ROW_CLASSES = (16, 32, 64, 128)
+STREAM_ROWS = 16
 DECODE_ROWS = 64
 DEQUANTIZE_ROWS = 512  # from here on a dequantised copy and cuBLAS beat decoding in registers
 
@@ -64,7 +68,10 @@ class GemmConfig:
 
     A program makes ``bn`` outputs for ``bm`` tokens in steps of ``bk``, over one of ``split`` parts of K. For 8 tokens,
     or with fewer than 4 warps, Triton takes mma.sync and not wgmma: codes then come to registers four and more at a
-    time.
+    time. ``join``: the last program of a tile adds its partial sums, and not a second launch.
+
+    Route ``stream``: ``bn`` is 16 outputs a warp, times a power of two; ``bk`` 128, or a power of two above, divides K;
+    ``stages`` is how many steps are asked for in L2 before the launch waits for the one before it.
     """
 
     route: str
@@ -74,6 +81,7 @@ class GemmConfig:
     split: int = 1
     warps: int = 4
     stages: int = 3
+    join: bool = False
 
 
 @functools.cache
@@ -86,21 +94,24 @@ def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _serves(tuned: dict, rows: int, x_dtype: torch.dtype) -> bool:
+def _serves(tuned: dict, rows: int, x_dtype: torch.dtype, stream: bool) -> bool:
     """Whether a tuned entry suits a call: lookups also answer with the largest entry below ``rows``."""
+    if tuned["route"] == "stream":
+        return stream and rows <= tuned["bm"]
     if x_dtype != torch.bfloat16 and tuned["route"] != "fp16":
         return False
     return tuned["route"] == "dequantize" or rows <= DECODE_ROWS or tuned["bm"] >= DECODE_ROWS
 
 
 def choose(
-    rows: int, n: int, k: int, device: torch.device, *, x_dtype: torch.dtype, prepared: bool, both: bool
+    rows: int, n: int, k: int, device: torch.device, *, x_dtype: torch.dtype, prepared: bool, both: bool, stream: bool
 ) -> GemmConfig:
     """The configuration of a call: tuned if this device's table has the shape, else by the rules below.
 
     Args:
         rows, n, k: sizes of the product. x_dtype: of dense activations (bf16 for MXFP8 ones).
         prepared: the weights went through `prepare`. both: both operands are MXFP8 with E4M3 or E5M2 elements.
+        stream: the operands suit the route ``stream``.
     """
     capability = _capability(device)
     if both and capability[0] >= 10:
@@ -111,7 +122,7 @@ def choose(
         return GemmConfig("dequantize")
     route = "fp16" if prepared else "bf16"
     tuned = tuning.lookup(device if device.type == "cuda" else None, "mxfp8_gemm", rows, n=n, k=k, route=route)
-    if tuned is not None and _serves(tuned, rows, x_dtype):
+    if tuned is not None and _serves(tuned, rows, x_dtype, stream):
         return GemmConfig(**tuned)
     if x_dtype == torch.bfloat16:
         route = "bf16"  # at every size tuned so far, normalising the rows costs more than the fp16 form saves
@@ -130,6 +141,15 @@ def choose(
 
 
 @triton.jit
+def _finish(acc, bias_ptr, out_ptr, n, m, M, N, stride_om, BIAS: tl.constexpr, SOFT: tl.constexpr):
+    """Sums (BN, BM) with the bias to the tile of the result, rounded once."""
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    at = m.to(tl.int64)[:, None] * stride_om + n[None, :]
+    _store_values(out_ptr + at, acc.T, (m < M)[:, None] & (n < N)[None, :], SOFT)
+
+
+@triton.jit
 def _gemm_kernel(
     x,  # (M, K) activations of the product: descriptor or pointer
     w,  # (N, K) uint8 codes: descriptor or pointer
@@ -139,7 +159,9 @@ def _gemm_kernel(
     word_ptr,  # (N,) int16
     token_ptr,  # (M,) int32
     bias_ptr,  # (N,)
-    out_ptr,  # (M, N), or partial sums (parts, N, tiles_m * BM) fp32
+    out_ptr,  # (M, N)
+    part_ptr,  # (parts, N, tiles_m * BM) fp32 (PARTIAL)
+    count_ptr,  # (tiles_m * tiles_n,) int32, zero before and after (JOIN)
     M,
     N,
     K,
@@ -167,6 +189,7 @@ def _gemm_kernel(
     EVEN_N: tl.constexpr,
     AHEAD: tl.constexpr,
     PARTIAL: tl.constexpr,
+    JOIN: tl.constexpr,
     PDL: tl.constexpr,
     ASK: tl.constexpr,
     BM: tl.constexpr,
@@ -176,6 +199,7 @@ def _gemm_kernel(
 ):
     """Grid (tiles_m * tiles_n, parts of K); PARTIAL if there are several.
 
+    With JOIN the last program of a tile adds the partial sums in the order of K; without, `_sum_kernel` does.
     ASK asks for the first weights while the launch before this one drains.
     """
     tile_m, tile_n = tile_place(tl.program_id(0), tiles_m, tiles_n, 8)
@@ -199,13 +223,21 @@ def _gemm_kernel(
     )  # fmt: skip
     if PARTIAL:
         width = tl.cast(tiles_m, tl.int64) * BM
-        at = (split.to(tl.int64) * N + n)[:, None] * width + m[None, :]
-        tl.store(out_ptr + at, acc, mask=(n < N)[:, None])
+        at = part_ptr + n.to(tl.int64)[:, None] * width + m[None, :]
+        plane = tl.cast(N, tl.int64) * width
+        mask = (n < N)[:, None] & (m < M)[None, :]
+        tl.store(at + split * plane, acc, mask=mask)
+        if JOIN:
+            tl.debug_barrier()  # every thread's stores come before the release of the one that counts
+            count = count_ptr + tl.program_id(0)
+            if tl.atomic_add(count, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+                tl.store(count, 0)
+                total = tl.zeros((BN, BM), tl.float32)
+                for part in range(tl.num_programs(1)):
+                    total += tl.load(at + part * plane, mask=mask, other=0.0, cache_modifier=".cg")
+                _finish(total, bias_ptr, out_ptr, n, m, M, N, stride_om, BIAS, SOFT)
     else:
-        if BIAS:
-            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        at = m.to(tl.int64)[:, None] * stride_om + n[None, :]
-        _store_values(out_ptr + at, acc.T, (m < M)[:, None] & (n < N)[None, :], SOFT)
+        _finish(acc, bias_ptr, out_ptr, n, m, M, N, stride_om, BIAS, SOFT)
 
 
 @triton.jit
@@ -235,10 +267,7 @@ def _sum_kernel(
     acc = tl.zeros((BN, BM), tl.float32)
     for split in tl.static_range(SPLIT):
         acc += tl.load(part_ptr + tl.cast(N, tl.int64) * width * split + at, mask=mask, other=0.0)
-    if BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    at = m.to(tl.int64)[:, None] * stride_om + n[None, :]
-    _store_values(out_ptr + at, acc.T, mask.T, SOFT)
+    _finish(acc, bias_ptr, out_ptr, n, m, M, N, stride_om, BIAS, SOFT)
 
 
 def _descriptor(t: torch.Tensor, block: list[int]):
@@ -297,6 +326,111 @@ def tile_constants(b: MXFP8Tensor, config: GemmConfig) -> dict[str, bool | int]:
     }
 
 
+_arrivals = _Counters()
+
+
+def _between(
+    split: int, n: int, width: int, tiles: int, join: bool, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Memory for partial sums, and the arrival counts of tiles that join theirs: None for what is not needed.
+
+    There are no counts where the first call on a device is being captured, nor for very many tiles: then a second
+    launch adds the same sums in the same order.
+    """
+    if split == 1:
+        return None, None
+    counts = _arrivals.get(device) if join and tiles <= _COUNTERS else None
+    return torch.empty(split, n, width, dtype=torch.float32, device=device), counts
+
+
+def _sum(part: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, bm: int) -> None:
+    """``out`` (M, N) from partial sums (parts, N, width): a launch of its own."""
+    (split, n, width), rows = part.shape, out.shape[0]
+    pdl, soft = supports_pdl(out.device), _soft(out.device)
+    bm = min(bm, 64)
+    _sum_kernel[(triton.cdiv(n, 32), width // bm)](
+        part,
+        part if bias is None else bias,
+        bits_if_soft(out, soft),
+        rows,
+        n,
+        width,
+        out.stride(0),
+        BIAS=bias is not None,
+        SOFT=soft,
+        SPLIT=split,
+        PDL=pdl,
+        BM=bm,
+        BN=32,
+        num_warps=2,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+
+
+def streams(a: torch.Tensor | MXFP8Tensor, b: MXFP8Tensor) -> bool:
+    """Whether the route ``stream`` takes operands (M, K) and (N, K)."""
+    k = b.shape[1]
+
+    def aligned(t: torch.Tensor) -> bool:
+        return t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+
+    return (
+        isinstance(a, torch.Tensor)
+        and a.dtype == torch.bfloat16
+        and a.shape[0] <= STREAM_ROWS
+        and _capability(a.device)[0] == 9
+        and k >= 512
+        and k % 128 == 0
+        and aligned(a)
+        and aligned(b.data)
+        and b.scale.stride(1) == 1
+        and b.scale.data_ptr() % 16 == 0
+    )
+
+
+def _stream(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: GemmConfig) -> None:
+    from beam_moe.kernels.mxfp8.stream import _stream_kernel  # Gluon is not for every platform
+
+    (rows, k), n = x.shape, b.shape[0]
+    steps = k // config.bk
+    split = min(config.split, steps)
+    tiles = triton.cdiv(n, config.bn)
+    pdl = supports_pdl(x.device)
+    part, counts = _between(split, n, config.bm, tiles, config.join, x.device)
+    _stream_kernel[(tiles, split)](
+        x,
+        b.data.view(torch.uint8),
+        b.scale,
+        b.scale if part is None else part,
+        b.scale if counts is None else counts,
+        b.scale if bias is None else bias,
+        out,
+        rows,
+        n,
+        k,
+        x.stride(0),
+        b.data.stride(0),
+        b.scale.stride(0),
+        out.stride(0),
+        BIAS=bias is not None,
+        E5M2=b.elem == "e5m2",
+        EVEN_N=n % config.bn == 0,
+        PDL=pdl,
+        JOIN=counts is not None,
+        ASK=max(1, min(config.stages, steps // split)),
+        ASK_SCALES=max(1, steps // split * config.bk // 512) * 16,
+        BM=config.bm,
+        BN=config.bn,
+        BK=config.bk,
+        SPLIT=split,
+        SHARE=triton.next_power_of_2(triton.cdiv(steps, split)),
+        num_warps=config.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    if part is not None and counts is None:
+        _sum(part, bias, out, config.bm)
+
+
 def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: GemmConfig) -> None:
     (rows, k), n = x.shape, b.shape[0]
     soft = _soft(x.device)
@@ -312,9 +446,7 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
     split = max(1, triton.cdiv(triton.cdiv(k, config.bk), max(steps, 1)))
     tiles_m, tiles_n = triton.cdiv(rows, config.bm), triton.cdiv(n, config.bn)
     raw, image = bits_if_soft(x, soft), bits_if_soft(out, soft)
-    part = image
-    if split > 1:
-        part = torch.empty(split, n, tiles_m * config.bm, dtype=torch.float32, device=x.device)
+    part, counts = _between(split, n, tiles_m * config.bm, tiles_m * tiles_n, config.join, x.device)
     _gemm_kernel[(tiles_m * tiles_n, split)](
         bits_if_soft(xn, soft) if x_desc is None else x_desc,
         codes if w_desc is None else w_desc,
@@ -324,7 +456,9 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         b.rows if fp16 else b.scale,
         tokens if normalized else b.scale,
         b.scale if bias is None else bias,
-        part,
+        image,
+        b.scale if part is None else part,
+        b.scale if counts is None else counts,
         rows,
         n,
         k,
@@ -343,31 +477,15 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         W_TMA=w_desc is not None,
         TURNED=turned,
         PARTIAL=split > 1,
+        JOIN=counts is not None,
         PDL=pdl,
         # a descriptor vouches for aligned rows; with more tokens most programs are not in the first wave
         ASK=pdl and w_desc is not None and not turned and b.scale.stride(1) == 1 and k >= 512 and rows <= DECODE_ROWS,
         **tile_constants(b, config),
         **({"launch_pdl": True} if pdl else {}),
     )
-    if split > 1:
-        bm = min(config.bm, 64)
-        _sum_kernel[(triton.cdiv(n, 32), tiles_m * config.bm // bm)](
-            part,
-            b.scale if bias is None else bias,
-            image,
-            rows,
-            n,
-            part.shape[2],
-            out.stride(0),
-            BIAS=bias is not None,
-            SOFT=soft,
-            SPLIT=split,
-            PDL=pdl,
-            BM=bm,
-            BN=32,
-            num_warps=2,
-            **({"launch_pdl": True} if pdl else {}),
-        )
+    if part is not None and counts is None:
+        _sum(part, bias, out, config.bm)
 
 
 @contextmanager
@@ -686,7 +804,9 @@ def gemm(
         return out.copy_(bias.expand_as(out)) if bias is not None else out.zero_()
     x_dtype = torch.bfloat16 if mx else a.dtype
     if config is None:
-        config = choose(rows, n, k, a.device, x_dtype=x_dtype, prepared=b.rows is not None, both=mx)
+        config = choose(
+            rows, n, k, a.device, x_dtype=x_dtype, prepared=b.rows is not None, both=mx, stream=streams(a, b)
+        )
     _require(
         config.route != "fp16" or b.rows is not None,
         f"{op}: route fp16 needs b to have gone through prepare, got {b}",
@@ -697,6 +817,11 @@ def gemm(
         return out
     _row_major(op, "a", a)
     _row_major(op, "b", b)
+    if config.route == "stream":
+        fits = streams(a, b) and rows <= config.bm and k % config.bk == 0 and config.bn % (16 * config.warps) == 0
+        _require(fits, f"{op}: route stream does not take a {x_dtype} {tuple(a.shape)}, b {b} in {config}")
+        _stream(a, b, bias, out, config)
+        return out
     x = dequantize(a) if mx else a
     if config.route == "dequantize":
         _require(x_dtype == torch.bfloat16, f"{op}: route dequantize needs bf16 or MXFP8 activations, got {x_dtype}")
