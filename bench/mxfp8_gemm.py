@@ -450,28 +450,29 @@ def read_us(size: int) -> dict[str, float]:
     return found
 
 
-def even_splits(tiles: int, steps: int, slots: int) -> list[int]:
-    """The two splits of K by which equal shares keep most of the slots busy."""
+def even_splits(tiles: int, steps: int, slots: int, most: int) -> list[int]:
+    """The splits of K by which equal shares keep most of the slots busy."""
 
     def busy(split: int) -> float:
         waves = -(-tiles * split // slots)
         return tiles * steps / (waves * slots * -(-steps // split))
 
-    return sorted(range(1, min(steps, 16) + 1), key=lambda s: (-busy(s), s))[:2]
+    return sorted(range(1, min(steps, 16) + 1), key=lambda s: (-busy(s), s))[:most]
 
 
 def stream_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
-    """Tiles of the route `stream`: two programs an SM of 8 warps, or as many warps otherwise."""
+    """Tiles of the route `stream`: 16 warps an SM, or half as many, which leaves the next launch room to start."""
     bm, sms = 8 if rows <= 8 else 16, 132
     out = []
-    for bn, bk, warps in (
-        (256, 128, 8), (128, 256, 8), (128, 128, 8), (256, 256, 16), (256, 128, 16),
-        (128, 128, 4), (64, 256, 4), (512, 128, 16),
-    ):  # fmt: skip
-        for split in even_splits(-(-n // bn), k // bk, sms * 16 // warps) if k % bk == 0 else ():
-            if -(-k // bk // split) * bk * bm * 2 > 128 << 10:
-                continue  # the tokens of a share lie in shared memory
-            out += [GemmConfig("stream", bm, bn, bk, split, warps, ask, True) for ask in (1, 2, 4)]
+    for bn, bk, warps in ((256, 128, 8), (128, 256, 8), (128, 128, 8), (256, 256, 16), (128, 128, 4), (64, 256, 4)):
+        if k % bk:
+            continue
+        tiles, steps = -(-n // bn), k // bk
+        splits = even_splits(tiles, steps, sms * 16 // warps, 2)
+        splits += even_splits(tiles, steps, sms * 8 // warps, 1) if warps < 16 else []
+        for split in sorted(set(splits)):
+            if -(-steps // split) * bk * bm * 2 <= 128 << 10:  # the tokens of a share lie in shared memory
+                out += [GemmConfig("stream", bm, bn, bk, split, warps, ask, True) for ask in (1, 2, 4)]
     return out
 
 

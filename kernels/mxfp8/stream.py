@@ -87,11 +87,11 @@ def _tokens_layout(bm, bk, warps):
 
 @gluon.constexpr_function
 def _decode_asm(e5m2):
+    """Four codes by way of fp16 and fp32, whose upper halves are bf16: elements have no more bits than those hold."""
     kind = "e5m2x2" if e5m2 else "e4m3x2"
     return f"""{{
         .reg .b16 c0, c1, h0, h1, h2, h3;
-        .reg .b32 low, high;
-        .reg .f32 f0, f1, f2, f3;
+        .reg .b32 low, high, f0, f1, f2, f3;
         mov.b32 {{c0, c1}}, $4;
         cvt.rn.f16x2.{kind} low, c0;
         cvt.rn.f16x2.{kind} high, c1;
@@ -101,8 +101,8 @@ def _decode_asm(e5m2):
         cvt.f32.f16 f1, h1;
         cvt.f32.f16 f2, h2;
         cvt.f32.f16 f3, h3;
-        cvt.rn.bf16x2.f32 low, f1, f0;
-        cvt.rn.bf16x2.f32 high, f3, f2;
+        prmt.b32 low, f0, f1, 0x7632;
+        prmt.b32 high, f2, f3, 0x7632;
         mul.rn.bf16x2 low, low, $5;
         mul.rn.bf16x2 high, high, $5;
         mov.b32 {{$0, $1}}, low;
@@ -123,12 +123,22 @@ def _ask(at, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _words(at, BN: gl.constexpr, BK: gl.constexpr):
-    """int32 (BN, BK/4) from the pointers (BN, BK/16); what is next to it in 256 bytes comes as far as L2."""
+def _words(at, wanted, BN: gl.constexpr, BK: gl.constexpr):
+    """int32 (BN, BK/4) from the pointers (BN, BK/16), if wanted; their neighbours in 256 bytes come as far as L2."""
+    wanted = gl.full([BN, BK // 16], wanted.to(gl.int32), gl.int32, at.type.layout)
     a, b, c, d = gl.inline_asm_elementwise(
-        "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [at.to(gl.int64)],
+        """{
+        .reg .pred wanted;
+        setp.ne.b32 wanted, $5, 0;
+        @wanted ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];
+        }""",
+        "=r,=r,=r,=r,l,r", [at.to(gl.int64), wanted],
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
+    # no memory access crosses this: else the assembler delays the loads until right before the words are needed
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
     words = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [BN, BK // 4])
     return gl.convert_layout(words, _words_layout(BN, BK, gl.num_warps()), assert_trivial=True)
 
@@ -255,7 +265,7 @@ def _stream_kernel(
     n = _inside(tile * BN + gl.arange(0, BN, gl.SliceLayout(1, units)), N, EVEN_N)
     unit = gl.arange(0, BK // 16, gl.SliceLayout(0, units))
     w_at = (w_ptr + n * stride_wn + first * BK)[:, None] + (unit * 16)[None, :]
-    word = _words(w_at, BN, BK)
+    word = _words(w_at, count > 0, BN, BK)
 
     bits = gl.maximum(s.to(gl.int16) << 7, 0x0040)
     bits = gl.where(s == 255, 0x7FC0, bits).to(gl.int16)
@@ -268,9 +278,9 @@ def _stream_kernel(
 
     acc = gl.zeros([BN, BM], gl.float32, mma)
     for i in range(0, count, 2):
-        ahead = _words(w_at + gl.minimum(i + 1, count - 1) * BK, BN, BK)
+        ahead = _words(w_at + (i + 1) * BK, i + 1 < count, BN, BK)
         acc = _times(acc, word, xs, fs, i, A, B, E5M2, BK)
-        word = _words(w_at + gl.minimum(i + 2, count - 1) * BK, BN, BK)
+        word = _words(w_at + (i + 2) * BK, i + 2 < count, BN, BK)
         if i + 1 < count:
             acc = _times(acc, ahead, xs, fs, i + 1, A, B, E5M2, BK)
 
@@ -279,7 +289,7 @@ def _stream_kernel(
     if SPLIT > 1:
         plane = gl.cast(N, gl.int64) * BM
         at = part_ptr + n_out.to(gl.int64)[:, None] * BM + m[None, :]
-        mask = (n_out < N)[:, None] & (m < M)[None, :]
+        mask = (n_out < N)[:, None]
         gl.store(at + split * plane, acc, mask=mask)
         if JOIN:
             _barrier()  # every thread's stores come before the release of the one that counts
