@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from beam_moe import env
 from beam_moe.kernels import tuning
 
 OPS = {"dense": "moe_lora", "mxfp8": "moe_lora_mxfp8"}  # the table of each kind of weights
@@ -50,7 +49,7 @@ class MoEConfig:
     # blocks by which activate follows gate_up, and down activate, in one launch (`joined`; of one number of warps);
     # without a plan gate_up is a launch of its own; 0: all three are
     lag: int = 0
-    registers: int = 0  # most that a thread of gate_up, or of the joined launch, may take on MXFP8 weights; 0: a rule
+    resident: int = 4  # programs of the joined launch on a multiprocessor, which share its registers
 
     @classmethod
     def pick(
@@ -68,8 +67,7 @@ class MoEConfig:
 
         The rule serves other shapes, and tokens past a table's end where blocks must grow.
         """
-        config = _pick(device.type, device.index, tokens, top_k, experts, hidden, inter, base)
-        return config if not config.lag or env.flag("JOIN") else replace(config, lag=0)
+        return _pick(device.type, device.index, tokens, top_k, experts, hidden, inter, base)
 
     @classmethod
     def heuristic(cls, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
@@ -150,17 +148,14 @@ class MoEConfig:
             stages = max(2, self.up_stages * self.up_block_k // other.up_block_k)  # of as much shared memory
             out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))
         if self.block_m < 16:
-            out = replace(out, block_m=16, registers=0)
+            out = replace(out, block_m=16)
         return out
 
     @property
     def joins(self) -> bool:
-        """Whether the launch form fits: what shares a launch has one number of warps.
-
-        With a negative lag a program would wait for later ones, which a GPU may never start.
-        """
+        """Whether the launch form fits: what shares a launch has one number of warps."""
         warps = {self.act_warps, self.down_warps} | ({self.up_warps} if self.rows == "plan" else set())
-        return self.lag == 0 or (self.lag > 0 and len(warps) == 1)
+        return self.lag == 0 or (self.lag > 0 and len(warps) == 1 and self.resident > 0)
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
@@ -184,6 +179,7 @@ _DENSE: _Groups = (
         ),
     ),
     (("lag",), ((2,), (4,), (6,), (8,), (12,), (16,), (24,), (32,))),
+    (("resident",), ((2,), (3,), (4,), (5,), (6,))),
     (("splits", "up_stages"), ((3, 3), (4, 3), (5, 3))),  # more programs need room for more of them
     (
         ("up_block_n", "up_block_k", "up_warps", "up_stages"),
@@ -233,7 +229,7 @@ _MXFP8: _Groups = (
         ),
     ),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4))),
-    (("block_m", "registers"), ((8, 128), (8, 168), (16, 0))),
+    (("block_m", "resident"), ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4))),
 )
 GROUPS: dict[str, _Groups] = {"dense": _DENSE, "mxfp8": _MXFP8}
 

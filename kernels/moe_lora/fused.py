@@ -34,7 +34,13 @@ from beam_moe.kernels.moe_lora.combine import _combine_kernel
 from beam_moe.kernels.moe_lora.config import MoEConfig
 from beam_moe.kernels.moe_lora.down import TOKENS, _down_kernel
 from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
-from beam_moe.kernels.moe_lora.joined import _joined_kernel, joined_constants, joined_units
+from beam_moe.kernels.moe_lora.joined import (
+    _joined_kernel,
+    joined_constants,
+    joined_grid,
+    joined_registers,
+    joined_units,
+)
 from beam_moe.kernels.moe_lora.mxfp8 import operand
 from beam_moe.kernels.moe_lora.plan import build_plan
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
@@ -117,7 +123,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
         _require(
             config.joins,
             "config",
-            "of one number of warps for the products of one launch, and of lag from 0 up",
+            "of one number of warps for the products of one launch, and of lag from 0 and resident from 1 up",
             config,
         )
     if lora_ids is not None:
@@ -211,8 +217,6 @@ def _run(
         ahead = scales_ahead(w13.scale, cfg.up_block_n, cfg.up_block_k, cfg.up_warps)
         up_base = up.constants | {"NORMALIZED": bool(images), "AHEAD": ahead}
         up_base |= {"xn_ptr": buffers.xn if images else x, "x_words_ptr": buffers.words}
-        if registers := cfg.registers or (168 if cfg.block_m <= 16 and cfg.up_warps == 4 else 0):
-            up_base["maxnreg"] = registers  # 168: three programs a multiprocessor; the compiler would stop a few above
         down_base = down.constants | {"NORMALIZED": bf16}
     else:
         up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]
@@ -256,13 +260,14 @@ def _run(
             COUNTED=cfg.lag > 0,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
             num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, **common, **up_base,
+            maxnreg=168 if up_base and cfg.block_m <= 16 and cfg.up_warps == 4 else None,  # three a multiprocessor
         )  # fmt: skip
     if cfg.lag:
         units = joined_units(
             tokens=tokens, hidden=hidden, inter=inter, blocks=blocks, a_rows=na * rank, shared_a=shared_a,
             shared_b=shared_b, config=cfg,
         )  # fmt: skip
-        _joined_kernel[(units,)](
+        _joined_kernel[joined_grid(x.device, units, cfg)](
             x, up_w, down_w, gate_a, gate_b, w2_a, w2_b, buffers.gu, t, buffers.h, s, buffers.y, buffers.counts,
             topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
             tokens, e_global, experts, slots, blocks, up_a_offset, up_b_offset,
@@ -274,7 +279,8 @@ def _run(
             UP_STAGES=cfg.up_stages, BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k,
             DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, BLOCK_R=block_r,
-            HAS_MAP=has_map, num_warps=cfg.down_warps, **common, **joined_constants(up_base, down_base),
+            HAS_MAP=has_map, num_warps=cfg.down_warps, maxnreg=joined_registers(cfg), **common,
+            **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
         _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](

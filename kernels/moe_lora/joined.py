@@ -14,19 +14,17 @@ Weights of both products are read side by side, and only the last ``2 * L`` bloc
 blocks in use where that is less) run without the first product. A unit waits for the count of those it depends on, all
 of which come before it.
 
-Programs take the units in the order of their ids, so those that a unit waits for have been started and end whatever the
-others do, as long as programs are started in the order of their ids; that is what NVIDIA GPUs do, and what the locks of
-split products in other libraries rest on. ``BEAM_MOE_JOIN=0`` does without.
+As many programs as the machine holds at once take units, the next one each time, by drawing a ticket. So a unit is
+under way before any later one is, and those that it waits for end whatever order programs were started in. Blocks that
+no pair fell in cost nothing: the plan counts those in use, and sets the counts and the ticket to zero.
 
-The host launches a program for each unit that any routing could need. The plan counts the blocks in use, and programs
-without a unit stand evenly between the others: one ends in a microsecond, which costs nothing while its neighbours wait
-for memory, but thousands at the end, one after another, would.
-
-Without a plan, for one or two tokens, gate_up is a launch of its own and the other two are this one.
+Without a plan, for one or two tokens, gate_up is a launch of its own, which does that, and the other two are this one.
 """
 
+import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -36,8 +34,10 @@ from beam_moe.kernels.moe_lora.gate_up import gate_up_unit
 from beam_moe.kernels.moe_lora.pipeline import (
     FIRST_COUNT,
     SHARED_COUNT,
+    TICKET,
     USED,
     count_up,
+    draw,
     let_next_start,
     wait_for_count,
     wait_for_counts,
@@ -173,7 +173,7 @@ def _joined_kernel(
     SOFT: tl.constexpr = False,
     AHEAD: tl.constexpr = False,
 ):
-    """Grid (joined_units,)."""
+    """Grid (programs,), of at most `joined_units`."""
     WITH_UP: tl.constexpr = ROWS == "plan"
     BLOCK_P: tl.constexpr = 1 if ROWS == "direct" else 0  # gate_up has written the tables of a search
     HEADED: tl.constexpr = WITH_UP and SHARED_A
@@ -192,10 +192,8 @@ def _joined_kernel(
     if SHARED_B:
         units = tail + tl.cdiv(T, TOKENS)
     up_counts, act_counts = counts_ptr + FIRST_COUNT, counts_ptr + FIRST_COUNT + MAX_BLOCKS
-    programs = tl.num_programs(0)
-    even = tl.program_id(0).to(tl.int64) * units
-    place = (even // programs).to(tl.int32)
-    if even - place * programs.to(tl.int64) + units >= programs:
+    place = draw(counts_ptr + TICKET)
+    while place < units:
         lag, step, part = _locate(tl.maximum(place - head, 0), used, LAG, UP_PARTS, ACT_PARTS, DOWN_PARTS)
         if (place < head) | ((place < tail) & (part < UP_PARTS)):
             if WITH_UP:
@@ -257,15 +255,18 @@ def _joined_kernel(
                 (place - tail) * TOKENS, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),
                 RANK, ACT_PARTS, TOP_K, HAS_MAP, TOKENS, BLOCK_R,
             )  # fmt: skip
+        place = draw(counts_ptr + TICKET)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def joined_units(
     *, tokens: int, hidden: int, inter: int, blocks: int, a_rows: int, shared_a: bool, shared_b: bool, config
 ) -> int:
-    """Programs of the launch, one for each unit that any routing could need.
-
-    ``a_rows`` is the rows of A13 of one expert, 0 without adapters.
-    """
+    """The most units of a launch; ``a_rows`` is the rows of A13 of one expert, 0 without adapters."""
     a_tiles = triton.cdiv(a_rows, config.up_block_n)
     up = (triton.cdiv(2 * inter, config.up_block_n) + (0 if shared_a else a_tiles)) * config.splits
     act = triton.cdiv(inter, config.act_block_i)
@@ -277,9 +278,24 @@ def joined_units(
     return head + blocks * (up + act + down) + tail
 
 
+def joined_registers(config) -> int | None:
+    """Registers of a thread that let a multiprocessor hold ``config.resident`` programs; None where any number does.
+
+    Addresses that do not change from unit to unit would take more. What is too much stays in local memory between
+    units.
+    """
+    registers = 65536 // (32 * config.down_warps * config.resident) // 8 * 8
+    return registers if registers < 248 else None
+
+
+def joined_grid(device: torch.device, units: int, config) -> tuple[int]:
+    """Programs of a launch of at most ``units`` units."""
+    return (max(1, min(units, config.resident * _multiprocessors(device))),)
+
+
 def joined_constants(up: dict[str, Any], down: dict[str, Any]) -> dict[str, Any]:
     """What a base adds to the launches of gate_up and down, under the names of this one."""
-    both = ("BASE", "SOFT", "AHEAD", "maxnreg", "xn_ptr", "x_words_ptr")
+    both = ("BASE", "SOFT", "AHEAD", "xn_ptr", "x_words_ptr")
     out = {name: value for name, value in up.items() if name in both}
     for constants, letter, number in ((up, "UP", "13"), (down, "DOWN", "2")):
         names = {"W_TMA": f"{letter}_TMA", "FP16": f"{letter}_FP16", "NORMALIZED": f"{letter}_NORMALIZED"}

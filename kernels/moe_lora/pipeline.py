@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# What programs of a joined launch share, int32: the number of blocks in use (from the plan, or gate_up), the units done
-# of the tokens' shared A, those of each block's gate_up, then those of each block's activate.
-USED = tl.constexpr(0)
-SHARED_COUNT = tl.constexpr(32)
-FIRST_COUNT = tl.constexpr(64)
+# What programs of a joined launch share, int32, the busy ones 128 bytes apart: the next ticket, the number of blocks in
+# use (from the plan, or gate_up), the units done of the tokens' shared A, those of each block's gate_up, then those of
+# each block's activate.
+TICKET = tl.constexpr(0)
+USED = tl.constexpr(32)
+SHARED_COUNT = tl.constexpr(64)
+FIRST_COUNT = tl.constexpr(96)
 
 
 @triton.jit
@@ -48,8 +50,14 @@ def _seen(count_ptr):
 
 
 @triton.jit
+def draw(ticket_ptr):
+    """The next ticket of a launch, from 0 up."""
+    return tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def reset_counts(counts_ptr, used, MAX_BLOCKS, WIDTH: tl.constexpr):
-    """Counts of a joined launch to zero, and its number of blocks in use."""
+    """Counts and ticket of a joined launch to zero, and its number of blocks in use."""
     offs = tl.arange(0, WIDTH)
     for first in range(0, 2 * MAX_BLOCKS + FIRST_COUNT, WIDTH):
         place = first + offs
@@ -58,9 +66,9 @@ def reset_counts(counts_ptr, used, MAX_BLOCKS, WIDTH: tl.constexpr):
 
 @triton.jit
 def wait_for_count(count_ptr, wanted, INTERPRETED: tl.constexpr):
-    """Block until ``wanted`` units of this launch have counted up; their programs must have smaller ids.
+    """Block until ``wanted`` units of this launch have counted up; they must have smaller tickets.
 
-    The interpreter runs programs in the order of their ids, so there the count is reached, and not passed, or a GPU
+    The interpreter runs units in the order of their tickets, so there the count is reached, and not passed, or a GPU
     would hang, or read what is not yet written.
     """
     if INTERPRETED:
