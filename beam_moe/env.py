@@ -32,6 +32,7 @@ VARIABLES: dict[str, Variable] = {
         "most tokens of a batch whose dense layers' LoRA is ours in vLLM's Beam; larger ones, with 0 all, are vLLM's",
     ),
     "PDL": Variable("1", "0: no launch starts before the one before it is through (programmatic dependent launch)"),
+    "JOIN": Variable("1", "0: a layer's products never share a launch, whose programs rely on being started in order"),
     "PROGRESS": Variable("0", "1: show a progress bar while an adapter loads"),
     "RESULTS": Variable("", "benches: the folder that rows are written to, instead of bench/results"),
     "COMMIT": Variable("", "benches: the commit to name where the sources travel without their git directory"),

@@ -59,10 +59,10 @@ def activate_unit(
     stride_be, stride_bi, stride_al, stride_ae, stride_ar, I: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
     TOP_K: tl.constexpr, SPLITS: tl.constexpr, SHARED_A: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr, JOINED: tl.constexpr, count_ptr, WANTED: tl.constexpr,
-    shared_count_ptr, wanted_shared, HEADED: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr, counts_ptr, wanted, wanted_shared, MAX_BLOCKS,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``tile`` of a block, once the launch before it (JOINED: WANTED units of its block) is through."""
+    """Tile ``tile`` of a block, once the programs before it (JOINED: those of its block that count up) are through."""
     expert, pair, mask_m = block_rows(
         topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
         BLOCK_M, BLOCK_P, HAS_MAP,
@@ -87,10 +87,10 @@ def activate_unit(
         a_0 = tl.load(a_ptrs, mask=(r_0 < live_0)[:, None] & mask_i[None, :], other=0.0)
 
     if JOINED:
-        if WANTED > 0:
-            wait_for_count(count_ptr, WANTED, INTERPRETED)
-        if HEADED:
-            wait_for_count(shared_count_ptr, wanted_shared, INTERPRETED)
+        if expert >= 0:
+            wait_for_count(counts_ptr + block, wanted, INTERPRETED)
+            if SHARED_A:
+                wait_for_count(counts_ptr + 2 * MAX_BLOCKS, wanted_shared, INTERPRETED)
     else:
         wait_for_previous(PDL)
         let_next_start(PDL)
@@ -198,6 +198,6 @@ def _activate_kernel(
         T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_b_offset=up_b_offset, stride_bl=stride_bl, stride_be=stride_be,
         stride_bi=stride_bi, stride_al=stride_al, stride_ae=stride_ae, stride_ar=stride_ar, I=I, RANK=RANK, NA=NA,
         TOP_K=TOP_K, SPLITS=SPLITS, SHARED_A=SHARED_A, MORE=MORE, HAS_MAP=HAS_MAP, BLOCK_P=BLOCK_P, BLOCK_M=BLOCK_M,
-        BLOCK_I=BLOCK_I, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, JOINED=False,
-        count_ptr=order_ptr, WANTED=0, shared_count_ptr=order_ptr, wanted_shared=0, HEADED=False,
+        BLOCK_I=BLOCK_I, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, counts_ptr=order_ptr, wanted=0,
+        wanted_shared=0, MAX_BLOCKS=0, JOINED=False,
     )  # fmt: skip

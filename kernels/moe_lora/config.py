@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from beam_moe import env
 from beam_moe.kernels import tuning
 
 OPS = {"dense": "moe_lora", "mxfp8": "moe_lora_mxfp8"}  # the table of each kind of weights
@@ -34,6 +35,7 @@ class MoEConfig:
     up_block_k: int = 128
     up_warps: int = 4
     up_stages: int = 4
+    up_tma: bool = False  # a dense W13 comes by a TMA descriptor where it can have one, as MXFP8 codes always do
     splits: int = 4  # shares of the hidden axis in the first product
     act_block_i: int = 64
     act_warps: int = 4
@@ -46,10 +48,10 @@ class MoEConfig:
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
-    # blocks by which activate follows gate_up, and down activate, in one launch (`joined`; of one number of warps);
-    # without a plan gate_up is a launch of its own; 0: all three are
+    # blocks by which activate follows gate_up, and down activate, in one launch (`joined`; needs "plan" and one number
+    # of warps); 0: a launch each
     lag: int = 0
-    resident: int = 4  # programs of the joined launch on a multiprocessor, which share its registers
+    registers: int = 0  # most that a thread of gate_up, or of the joined launch, may take on MXFP8 weights; 0: a rule
 
     @classmethod
     def pick(
@@ -67,7 +69,8 @@ class MoEConfig:
 
         The rule serves other shapes, and tokens past a table's end where blocks must grow.
         """
-        return _pick(device.type, device.index, tokens, top_k, experts, hidden, inter, base)
+        config = _pick(device.type, device.index, tokens, top_k, experts, hidden, inter, base)
+        return config if not config.lag or env.flag("JOIN") else replace(config, lag=0)
 
     @classmethod
     def heuristic(cls, tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> MoEConfig:
@@ -148,14 +151,17 @@ class MoEConfig:
             stages = max(2, self.up_stages * self.up_block_k // other.up_block_k)  # of as much shared memory
             out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))
         if self.block_m < 16:
-            out = replace(out, block_m=16)
+            out = replace(out, block_m=16, registers=0)
         return out
 
     @property
     def joins(self) -> bool:
-        """Whether the launch form fits: what shares a launch has one number of warps."""
-        warps = {self.act_warps, self.down_warps} | ({self.up_warps} if self.rows == "plan" else set())
-        return self.lag == 0 or (self.lag > 0 and len(warps) == 1 and self.resident > 0)
+        """Whether the launch form fits: one launch for the products needs a plan and one number of warps.
+
+        With a negative lag a program would wait for later ones, which a GPU may never start.
+        """
+        one = self.up_warps == self.act_warps == self.down_warps
+        return self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one)
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
@@ -179,7 +185,7 @@ _DENSE: _Groups = (
         ),
     ),
     (("lag",), ((2,), (4,), (6,), (8,), (12,), (16,), (24,), (32,))),
-    (("resident",), ((2,), (3,), (4,), (5,), (6,))),
+    (("up_tma",), ((False,), (True,))),
     (("splits", "up_stages"), ((3, 3), (4, 3), (5, 3))),  # more programs need room for more of them
     (
         ("up_block_n", "up_block_k", "up_warps", "up_stages"),
@@ -229,7 +235,7 @@ _MXFP8: _Groups = (
         ),
     ),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4))),
-    (("block_m", "resident"), ((8, 3), (8, 4), (8, 5), (16, 3), (16, 4))),
+    (("block_m", "registers"), ((8, 128), (8, 168), (16, 0))),
 )
 GROUPS: dict[str, _Groups] = {"dense": _DENSE, "mxfp8": _MXFP8}
 

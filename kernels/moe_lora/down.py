@@ -181,9 +181,9 @@ def down_unit(
     TILES_PER_PROGRAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se,
     stride_sn, BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr,
-    W_TMA: tl.constexpr, STAGES: tl.constexpr, JOINED: tl.constexpr, count_ptr, WANTED: tl.constexpr,
+    W_TMA: tl.constexpr, STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Part ``part`` of a block of pairs, once the launch before it (JOINED: WANTED units of its block) is through."""
+    """Program ``part`` of a block of pairs, once the programs before it (JOINED: those of its block) are through."""
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     EVEN_N: tl.constexpr = H % (BLOCK_N * TILES_PER_PROGRAM) == 0
@@ -206,7 +206,8 @@ def down_unit(
         live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
 
     if JOINED:
-        wait_for_count(count_ptr, WANTED, INTERPRETED)
+        if expert >= 0:
+            wait_for_count(counts_ptr + MAX_BLOCKS + block, wanted, INTERPRETED)
     else:
         wait_for_previous(PDL)
         let_next_start(PDL)
@@ -440,5 +441,5 @@ def _down_kernel(
             TILES_PER_PROGRAM=TILES_PER_PROGRAM, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
             INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr, stride_se=stride_se,
             stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT, W_TMA=W_TMA, STAGES=STAGES,
-            JOINED=False, count_ptr=order_ptr, WANTED=0,
+            counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False,
         )  # fmt: skip

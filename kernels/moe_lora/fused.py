@@ -10,7 +10,7 @@
     down      W2, B2, h, s                  y [, v]                 down.py
     combine   y, topk_weights [, B2, v]     out                     combine.py
 
-With `MoEConfig.lag` the three in the middle are one launch, or without a plan activate and down (joined.py).
+With `MoEConfig.lag` the three in the middle are one launch (joined.py).
 
 At decode the layer is bound by reading weights, so each expert's weights and factors are read once for all the rows
 that chose it, and each launch starts while the one before drains. Weights in MXFP8 are decoded on their way
@@ -34,18 +34,12 @@ from beam_moe.kernels.moe_lora.combine import _combine_kernel
 from beam_moe.kernels.moe_lora.config import MoEConfig
 from beam_moe.kernels.moe_lora.down import TOKENS, _down_kernel
 from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
-from beam_moe.kernels.moe_lora.joined import (
-    _joined_kernel,
-    joined_constants,
-    joined_grid,
-    joined_registers,
-    joined_units,
-)
+from beam_moe.kernels.moe_lora.joined import _joined_kernel, joined_constants, joined_grid
 from beam_moe.kernels.moe_lora.mxfp8 import operand
 from beam_moe.kernels.moe_lora.plan import build_plan
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
-from beam_moe.kernels.mxfp8.gemm import scales_ahead
+from beam_moe.kernels.mxfp8.gemm import _stack_descriptor, scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
@@ -123,7 +117,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
         _require(
             config.joins,
             "config",
-            "of one number of warps for the products of one launch, and of lag from 0 and resident from 1 up",
+            "of rows='plan' and one number of warps where lag is not 0, which is 0 or more",
             config,
         )
     if lora_ids is not None:
@@ -217,9 +211,13 @@ def _run(
         ahead = scales_ahead(w13.scale, cfg.up_block_n, cfg.up_block_k, cfg.up_warps)
         up_base = up.constants | {"NORMALIZED": bool(images), "AHEAD": ahead}
         up_base |= {"xn_ptr": buffers.xn if images else x, "x_words_ptr": buffers.words}
+        if registers := cfg.registers or (168 if cfg.block_m <= 16 and cfg.up_warps == 4 else 0):
+            up_base["maxnreg"] = registers  # 168: three programs a multiprocessor; the compiler would stop a few above
         down_base = down.constants | {"NORMALIZED": bf16}
     else:
         up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]
+        if cfg.up_tma and (described := _stack_descriptor(w13, cfg.up_block_n, cfg.up_block_k)) is not None:
+            up_w, up_base = described, {"W_TMA": True}
 
     if cfg.rows == "plan" or images:
         build_plan(
@@ -247,27 +245,12 @@ def _run(
         a_strides, b_strides, a2_strides, b2_strides = gate_a.stride(), gate_b.stride(), w2_a.stride(), w2_b.stride()
         up_a_offset, up_b_offset = _offset(gate_a, up_a), _offset(gate_b, up_b)
 
-    if not cfg.lag or cfg.rows != "plan":
-        w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
-        up_parts, token_blocks = (w_tiles + a_tiles) * cfg.splits, 0
-        if shared_a:
-            up_parts, token_blocks = max(w_tiles, a_tiles) * cfg.splits, triton.cdiv(tokens, cfg.block_m)
-        _gate_up_kernel[(up_parts, token_blocks + blocks)](
-            x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled, buffers.counts,
-            tokens, e_global, experts, slots, up_a_offset,
-            x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
-            H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
-            COUNTED=cfg.lag > 0,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
-            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, **common, **up_base,
-            maxnreg=168 if up_base and cfg.block_m <= 16 and cfg.up_warps == 4 else None,  # three a multiprocessor
-        )  # fmt: skip
     if cfg.lag:
-        units = joined_units(
+        grid = joined_grid(
             tokens=tokens, hidden=hidden, inter=inter, blocks=blocks, a_rows=na * rank, shared_a=shared_a,
             shared_b=shared_b, config=cfg,
         )  # fmt: skip
-        _joined_kernel[joined_grid(x.device, units, cfg)](
+        _joined_kernel[grid](
             x, up_w, down_w, gate_a, gate_b, w2_a, w2_b, buffers.gu, t, buffers.h, s, buffers.y, buffers.counts,
             topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
             tokens, e_global, experts, slots, blocks, up_a_offset, up_b_offset,
@@ -275,14 +258,24 @@ def _run(
             b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
             b2_strides[0], b2_strides[1], b2_strides[2],
             H=hidden, I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, SHARED_B=shared_b, MORE=more,
-            ROWS=cfg.rows, LAG=cfg.lag, BLOCK_M=cfg.block_m, UP_N=cfg.up_block_n, UP_K=cfg.up_block_k,
-            UP_STAGES=cfg.up_stages, BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k,
-            DOWN_STAGES=cfg.down_stages,
+            LAG=cfg.lag, BLOCK_M=cfg.block_m, UP_N=cfg.up_block_n, UP_K=cfg.up_block_k, UP_STAGES=cfg.up_stages,
+            BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, BLOCK_R=block_r,
-            HAS_MAP=has_map, num_warps=cfg.down_warps, maxnreg=joined_registers(cfg), **common,
-            **joined_constants(up_base, down_base),
+            HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
+        w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
+        up_parts, token_blocks = (w_tiles + a_tiles) * cfg.splits, 0
+        if shared_a:
+            up_parts, token_blocks = max(w_tiles, a_tiles) * cfg.splits, triton.cdiv(tokens, cfg.block_m)
+        _gate_up_kernel[(up_parts, token_blocks + blocks)](
+            x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
+            tokens, e_global, experts, slots, up_a_offset,
+            x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
+            H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
+            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, **common, **up_base,
+        )  # fmt: skip
         _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
             buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
             tokens, e_global, experts, slots, up_b_offset,

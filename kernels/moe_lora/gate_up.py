@@ -24,25 +24,30 @@ from beam_moe.kernels.moe_lora.pipeline import (
     dot,
     let_next_start,
     live_rank,
-    reset_counts,
     wait_for_previous,
 )
 
 
 @triton.jit
 def _rows_times_x(
-    w, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+    w, first_row, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, MASK_ROWS: tl.constexpr,
-    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    W_TMA: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 (BLOCK_N, BLOCK_M): weight rows at ``row_offsets`` times x rows over k_first..k_last."""
+    """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last.
+
+    The rows are those of a descriptor from ``first_row`` on (W_TMA), or of a pointer at ``row_offsets``.
+    """
     offs_k = k_first + tl.arange(0, BLOCK_K)
-    w_ptrs = w + row_offsets[:, None] + offs_k[None, :]
+    if not W_TMA:
+        w_ptrs = w + row_offsets[:, None] + offs_k[None, :]
     x_ptrs = x_ptr + x_offsets[:, None] + offs_k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in tl.range(k_first, k_last, BLOCK_K, num_stages=STAGES):
         mask_k = k + tl.arange(0, BLOCK_K) < H
-        if EVEN_K and not MASK_ROWS:
+        if W_TMA:
+            tile = w.load([first_row, k])
+        elif EVEN_K and not MASK_ROWS:
             tile = tl.load(w_ptrs)
         elif EVEN_K:
             tile = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
@@ -53,7 +58,8 @@ def _rows_times_x(
         else:
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         acc = dot(tile, tl.trans(x), acc, INTERPRETED)
-        w_ptrs += BLOCK_K
+        if not W_TMA:
+            w_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
     return acc
 
@@ -78,9 +84,9 @@ def _adapter_tile(
             mask_n = (n < NA * RANK) & (r < live_rank(ranks_ptr, enabled_ptr, slot, RANK))
             if tl.sum(mask_n.to(tl.int32), 0) > 0:
                 acc = _rows_times_x(
-                    a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
+                    a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae, 0,
                     a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, STAGES, INTERPRETED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, False, STAGES, INTERPRETED,
                 )  # fmt: skip
                 tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
 
@@ -150,9 +156,10 @@ def gate_up_unit(
                     )  # fmt: skip
                 else:
                     acc = _rows_times_x(
-                        w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N, x_ptr, x_offsets,
-                        mask_m, k_first, k_last, H,
-                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, STAGES, INTERPRETED,
+                        w13_ptr if W_TMA else w13_ptr + expert.to(tl.int64) * stride_we, expert * N + tile * BLOCK_N,
+                        n.to(tl.int64) * stride_wn, n < N, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, W_TMA, STAGES,
+                        INTERPRETED,
                     )  # fmt: skip
                 out = gu_ptr + row[:, None] * N + n[None, :]
                 tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
@@ -178,7 +185,6 @@ def _gate_up_kernel(
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
-    counts_ptr,  # of the joined launch that follows (COUNTED)
     T,
     E_GLOBAL,
     E,
@@ -202,10 +208,9 @@ def _gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    COUNTED: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
-    W_TMA: tl.constexpr = False,  # w13_ptr is a descriptor of (E * 2I, H) codes
+    W_TMA: tl.constexpr = False,  # w13_ptr is a descriptor of (E * 2I, H)
     xn_ptr=None,  # (T, H) fp16: what follows is there under an MXFP8 base
     x_words_ptr=None,  # (T,)
     scales_ptr=None,  # (E, 2I, H / 32)
@@ -222,10 +227,6 @@ def _gate_up_kernel(
     """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS), after the blocks of tokens where experts share A."""
     wait_for_previous(PDL)
     let_next_start(PDL)
-    if COUNTED:
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            blocks = T * TOP_K  # one for each pair where there is no plan
-            reset_counts(counts_ptr, blocks, blocks, 256)
     gate_up_unit(
         tl.program_id(0), tl.program_id(1), x_ptr=x_ptr, w13_ptr=w13_ptr, a_ptr=a_ptr, gu_ptr=gu_ptr, t_ptr=t_ptr,
         topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,

@@ -11,14 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# What programs of a joined launch share, int32, the busy ones 128 bytes apart: the next ticket, the number of blocks in
-# use (from the plan, or gate_up), the units done of the tokens' shared A, those of each block's gate_up, then those of
-# each block's activate.
-TICKET = tl.constexpr(0)
-USED = tl.constexpr(32)
-SHARED_COUNT = tl.constexpr(64)
-FIRST_COUNT = tl.constexpr(96)
-
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
@@ -50,29 +42,14 @@ def _seen(count_ptr):
 
 
 @triton.jit
-def draw(ticket_ptr):
-    """The next ticket of a launch, from 0 up."""
-    return tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def reset_counts(counts_ptr, used, MAX_BLOCKS, WIDTH: tl.constexpr):
-    """Counts and ticket of a joined launch to zero, and its number of blocks in use."""
-    offs = tl.arange(0, WIDTH)
-    for first in range(0, 2 * MAX_BLOCKS + FIRST_COUNT, WIDTH):
-        place = first + offs
-        tl.store(counts_ptr + place, tl.where(place == USED, used, 0), mask=place < 2 * MAX_BLOCKS + FIRST_COUNT)
-
-
-@triton.jit
 def wait_for_count(count_ptr, wanted, INTERPRETED: tl.constexpr):
-    """Block until ``wanted`` units of this launch have counted up; they must have smaller tickets.
+    """Block until ``wanted`` programs of this launch have counted up; they must have smaller program ids.
 
-    The interpreter runs units in the order of their tickets, so there the count is reached, and not passed, or a GPU
+    The interpreter runs programs in the order of their ids, so there the count is reached, and not passed, or a GPU
     would hang, or read what is not yet written.
     """
     if INTERPRETED:
-        assert tl.load(count_ptr) == wanted, "a unit waits for others than those before it"
+        assert tl.load(count_ptr) == wanted, "a program waits for others than those before it"
     else:
         count = _seen(count_ptr)
         while count < wanted:
@@ -80,19 +57,22 @@ def wait_for_count(count_ptr, wanted, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def wait_for_counts(counts_ptr, blocks, wanted, INTERPRETED: tl.constexpr, AT_ONCE: tl.constexpr = 128):
-    """`wait_for_count` for every one of ``blocks``."""
-    for first in range(0, blocks, AT_ONCE):
+def wait_for_counts(
+    counts_ptr, block_experts_ptr, wanted, MAX_BLOCKS, INTERPRETED: tl.constexpr, AT_ONCE: tl.constexpr = 128
+):  # fmt: skip
+    """`wait_for_count` for every block that has an expert."""
+    for first in range(0, MAX_BLOCKS, AT_ONCE):
         block = first + tl.arange(0, AT_ONCE)
-        mask = block < blocks
+        mask = block < MAX_BLOCKS
+        used = mask & (tl.load(block_experts_ptr + block, mask=mask, other=-1) >= 0)
         ptrs = counts_ptr + tl.where(mask, block, 0)
         if INTERPRETED:
-            wrong = tl.sum((mask & (tl.load(ptrs) != wanted)).to(tl.int32), 0)
-            assert wrong == 0, "a unit waits for others than those before it"
+            wrong = tl.sum((used & (tl.load(ptrs) != wanted)).to(tl.int32), 0)
+            assert wrong == 0, "a program waits for others than those before it"
         else:
-            missing = tl.sum((mask & (_seen(ptrs) < wanted)).to(tl.int32), 0)
+            missing = tl.sum((used & (_seen(ptrs) < wanted)).to(tl.int32), 0)
             while missing > 0:
-                missing = tl.sum((mask & (_seen(ptrs) < wanted)).to(tl.int32), 0)
+                missing = tl.sum((used & (_seen(ptrs) < wanted)).to(tl.int32), 0)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.pipeline import let_next_start, local_expert, reset_counts, wait_for_previous
+from beam_moe.kernels.moe_lora.pipeline import let_next_start, local_expert, wait_for_previous
 from beam_moe.kernels.mxfp8.decode_block import normalize_row
 
 
@@ -33,7 +33,7 @@ def _plan_kernel(
     E_GLOBAL,
     E,
     MAX_BLOCKS,
-    counts_ptr,  # (FIRST_COUNT + 2 * MAX_BLOCKS,), see pipeline.py
+    counts_ptr,  # (2 * MAX_BLOCKS + 1,)
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -47,7 +47,7 @@ def _plan_kernel(
     stride_xt=0,
     H: tl.constexpr = 0,
     BLOCK_H: tl.constexpr = 0,  # 0: a plan and nothing else
-    COUNTED: tl.constexpr = False,  # a joined launch follows
+    COUNTED: tl.constexpr = False,  # the 2 * MAX_BLOCKS + 1 counts of the joined launch are set to zero
 ):
     """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts.
 
@@ -76,9 +76,10 @@ def _plan_kernel(
     block = tl.cumsum(blocks, 0) - blocks
 
     if program == 0:
-        used = tl.sum(blocks, 0)
         if COUNTED:
-            reset_counts(counts_ptr, used, MAX_BLOCKS, BLOCK_E)
+            for first in range(0, 2 * MAX_BLOCKS + 1, BLOCK_E):
+                tl.store(counts_ptr + first + offs_e, 0, mask=first + offs_e < 2 * MAX_BLOCKS + 1)
+        used = tl.sum(blocks, 0)
         for first in range(used, MAX_BLOCKS, BLOCK_E):
             tl.store(block_experts_ptr + first + offs_e, -1, mask=first + offs_e < MAX_BLOCKS)
 
@@ -119,7 +120,7 @@ def build_plan(
     xn: torch.Tensor | None = None,
     words: torch.Tensor | None = None,
 ) -> None:
-    """Launch the plan of ``topk_ids`` (T, K) into ``order`` and ``block_experts``, laid out as above; reset ``counts``.
+    """Launch the plan of ``topk_ids`` (T, K) into ``order`` and ``block_experts``, laid out as above; zero ``counts``.
 
     With ``x`` (T, H), of inner stride 1, further programs of the same launch write its rows' fp16 images to ``xn``
     (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone.

@@ -9,7 +9,6 @@ import torch
 import triton
 
 from beam_moe.kernels.moe_lora.config import OPS, MoEConfig
-from beam_moe.kernels.moe_lora.pipeline import FIRST_COUNT
 
 CHUNK = 4096  # tokens of one pass: beyond it the fp32 rows of `y` would outgrow what they save
 _ALIGN = 256
@@ -38,7 +37,7 @@ class Buffers(NamedTuple):
     y: torch.Tensor
     xn: torch.Tensor  # x's fp16 image under MXFP8 weights
     words: torch.Tensor
-    counts: torch.Tensor  # of units done, see `pipeline`
+    counts: torch.Tensor  # of parts done, see `joined`
 
 
 def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | None]]:
@@ -56,7 +55,7 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
         (pairs * shape.hidden, torch.float32),
         (shape.tokens * shape.hidden, torch.float16),
         (shape.tokens, torch.int32),
-        (FIRST_COUNT.value + 2 * blocks if config.lag else 0, torch.int32),
+        (2 * blocks + 1 if config.lag else 0, torch.int32),
     ]
 
 

@@ -3,6 +3,7 @@ such layers have met. On the CPU in Triton's interpreter; a GPU adds graphs, lar
 """
 
 import dataclasses
+import functools
 import os
 import random
 import shutil
@@ -12,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton.language as tl
 
 from beam_moe.kernels import tuning
 from beam_moe.kernels.moe_lora import (
@@ -466,19 +466,6 @@ def test_one_launch_for_the_products_has_the_bits_of_three(device, case, tiles, 
         assert torch.equal(fused_moe(**args, config=dataclasses.replace(tiles, lag=lag)), apart)
 
 
-@pytest.mark.parametrize("rows", ["direct", "search"])
-@pytest.mark.parametrize("case", _joined_cases())
-def test_activate_and_down_share_a_launch_without_a_plan(device, case, rows):
-    shape, changed = _joined_cases()[case]
-    args = layer(device, **{**shape, "tokens": min(shape["tokens"], 9)})
-    for name, value in changed.items():
-        args[name].fill_(value)
-    config = dataclasses.replace(SMALL, rows=rows, up_warps=8)
-    apart = check(args, config)
-    for _ in range(2):
-        assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=2)), apart)
-
-
 @pytest.mark.parametrize("block_m", [8, 16])
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
@@ -494,45 +481,42 @@ def test_one_launch_on_mxfp8_weights_has_the_bits_of_three(device, shared, prepa
         )
 
 
-def test_one_launch_needs_one_number_of_warps(device):
+def test_one_launch_needs_a_plan_and_one_number_of_warps(device):
     args = layer(device)
-    searching = {"rows": "search", "act_warps": 8}
-    for wrong in ({"up_warps": 8}, {"act_warps": 8}, {"lag": -1}, {"resident": 0}, searching):
-        with pytest.raises(
-            ValueError, match="fused_moe: config must be of one number of warps for the products of one"
-        ):
+    for wrong in ({"rows": "search"}, {"act_warps": 8}, {"lag": -1}):
+        with pytest.raises(ValueError, match="fused_moe: config must be of rows='plan' and one number of warps"):
             fused_moe(**args, config=dataclasses.replace(SMALL, **{"lag": 1, **wrong}))
 
 
 class AnyOrder:
-    """A kernel whose units run in a shuffled order, or the reverse one; one that must wait is tried again later."""
+    """A kernel whose programs run in a shuffled order, or the reverse one; one that must wait is tried again later."""
 
     def __init__(self, kernel, shuffle):
         self.kernel, self.shuffle, self.postponed = kernel, shuffle, 0
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            units = list(reversed(range(grid[0])))
+            programs = list(reversed(range(grid[0])))
             if self.shuffle:
-                random.Random(0).shuffle(units)
-            while units:
-                waiting = [u for u in units if not self.ends((u, grid[0]), args, kwargs)]
-                assert len(waiting) < len(units), "every unit waits for another"
+                random.Random(0).shuffle(programs)
+            while programs:
+                waiting = [p for p in programs if not self.ends(p, args, kwargs)]
+                assert len(waiting) < len(programs), "every program waits for another"
                 self.postponed += len(waiting)
-                units = waiting
+                programs = waiting
 
         return launch
 
-    def ends(self, tickets, args, kwargs):
-        from triton.runtime.interpreter import InterpreterError
+    def ends(self, program, args, kwargs):
+        from triton.runtime.interpreter import InterpreterError, interpreter_builder
 
-        left = list(tickets)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(joined, "draw", lambda ptr: tl.to_tensor(left.pop(0)))
+            place = functools.partial(setattr, interpreter_builder, "grid_idx", (program, 0, 0))
+            patch.setattr(interpreter_builder, "set_grid_idx", lambda *_: place())
             try:
                 self.kernel[(1,)](*args, **kwargs)
             except InterpreterError as error:
-                if "a unit waits" not in repr(error):
+                if "a program waits" not in repr(error):
                     raise
                 return False
         return True
@@ -541,7 +525,7 @@ class AnyOrder:
 @pytest.mark.skipif(CUDA, reason="a GPU starts programs as it likes")
 @pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("case", _joined_cases())
-def test_units_of_one_launch_may_end_in_any_order_that_their_waits_allow(device, case, lag, monkeypatch):
+def test_programs_of_one_launch_may_end_in_any_order_that_their_waits_allow(device, case, lag, monkeypatch):
     """Whoever read what is not yet written would find NaN."""
     shape, changed = _joined_cases()[case]
     args = layer(device, **{**shape, "tokens": min(shape["tokens"], 9)})
@@ -554,7 +538,6 @@ def test_units_of_one_launch_may_end_in_any_order_that_their_waits_allow(device,
     for shuffle in (False, True):
         args["workspace"].buffer.fill_(255)
         order = AnyOrder(kernel, shuffle)
-        monkeypatch.setattr(fused, "joined_grid", lambda device, units, config: (units,))
         monkeypatch.setattr(fused, "_joined_kernel", order)
         assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=lag)), apart)
         assert order.postponed or case == "nothing_routed"
@@ -571,14 +554,14 @@ def test_a_wait_for_more_or_fewer_parts_than_there_are_is_found_without_a_gpu(de
             real(count_ptr)
 
     monkeypatch.setattr(joined, "count_up", count_up)
-    with pytest.raises(Exception, match="a unit waits for others than those before it"):
+    with pytest.raises(Exception, match="a program waits for others than those before it"):
         fused_moe(**layer(device, rank=8), config=dataclasses.replace(SMALL, lag=2))
 
 
 def test_a_table_cannot_hold_a_launch_that_hangs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     pick = config_module._pick.__wrapped__
-    for wrong in ({"lag": -1}, {"lag": 2, "resident": 0}, {"lag": 2, "down_warps": 8}):
+    for wrong in ({"lag": -1}, {"lag": 2, "rows": "direct"}, {"lag": 2, "down_warps": 8}):
         with tuning.override("moe_lora", dataclasses.asdict(dataclasses.replace(SMALL, **wrong))):
             with pytest.raises(ValueError, match="MoEConfig.pick: the table of NVIDIA H200 for moe_lora holds"):
                 pick("cuda", 0, 3, 2, 4, 48, 24, "dense")

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from beam_moe.kernels.moe_lora import MoEConfig
-from beam_moe.kernels.moe_lora.pipeline import FIRST_COUNT, USED, block_rows
+from beam_moe.kernels.moe_lora.pipeline import block_rows
 from beam_moe.kernels.moe_lora.plan import build_plan
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -39,15 +39,12 @@ def plan(ids, expert_map, experts, block_m, device, experts_per_program=1):
     blocks = MoEConfig(block_m=block_m).blocks(ids.numel(), experts)
     order = torch.full((blocks * block_m,), EMPTY, dtype=torch.int32, device=device)
     table = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
-    counts = torch.full((FIRST_COUNT.value + 2 * blocks,), EMPTY, dtype=torch.int32, device=device)
+    counts = torch.full((2 * blocks + 1,), EMPTY, dtype=torch.int32, device=device)
     build_plan(
         ids, emap, experts, block_m, order, table, counts, num_warps=4, experts_per_program=experts_per_program,
         pdl=False,
     )  # fmt: skip
-    used = int(counts[USED.value])
-    counts[USED.value] = 0
     assert not counts.any(), "the joined launch counts from zero"
-    assert used == int((table >= 0).sum()), "and knows the blocks in use"
     return order.view(blocks, block_m).tolist(), table.tolist()
 
 

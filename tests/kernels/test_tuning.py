@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -104,6 +105,14 @@ def test_every_size_can_sum_in_the_order_of_one(base):
     assert len({sums(c) for c in tuned}) > 1
     assert len({sums(c.summing_as(tuned[5], base=base)) for c in tuned}) == 1
     assert all(c.summing_as(tuned[5], base=base).joins for c in tuned)
+
+
+def test_one_launch_can_be_switched_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
+    shape = (torch.device("cuda", 0), 16, 8, 256, 5120, 320)
+    joined = MoEConfig.pick(*shape)
+    monkeypatch.setenv("BEAM_MOE_JOIN", "0")
+    assert joined.lag > 0 and MoEConfig.pick(*shape) == replace(joined, lag=0)
 
 
 @pytest.mark.parametrize(("tokens", "block_m"), [(128, 8), (256, 16), (512, 16), (1024, 32), (4096, 64)])
