@@ -1,13 +1,20 @@
 """The router of a layer: fp32 logits and exact top-k, beside its floor, torch and vLLM's own kernels.
 
     python bench/router.py                    # Beam's and Qwen3's routers, 1 to 4096 tokens; rows to bench/results/
-    python bench/router.py --sweep            # times launch configurations, writes kernels/configs/<device>/router.json
+    python bench/router.py --sweep --only beam       # times launch forms at 1 to 64 tokens, writes the best of each to
+                                                     # kernels/configs/<device>/router.json; --no-save only prints them
+    python bench/router.py --sweep --tokens 128,256,1024,4096
 
 The floor of a case is its bytes, the router's weights and the activations each read once, over the read bandwidth that
 the other benches use. Launches cost more than that: ``launches`` says how many ours takes. A provider is timed only
 after its ids agreed with the reference on these operands. Peers, on the same operands in the same process: torch (fp32
 linear without TF32, then a chain of sigmoid and top-k operations), and what vLLM 0.33 launches (`fp32_router_gemm` up
 to 32 tokens, else an fp32 linear; its fused top-k), where vLLM is installed.
+
+A sweep times each form twice: alone, one call after another, where a call's first launch overlaps with the choice of
+the call before it, and behind an RMS norm that makes x and lets nothing start early, as in an engine (the norm's own
+time is taken off). The best form has the least sum of both. A form is timed only after its logits, ids and weights were
+found right, and the same bits as the first form's.
 
 Without a GPU small cases run in Triton's interpreter against the reference; nothing is written.
 """
@@ -115,8 +122,8 @@ def with_vllm(model: Model):
     return call
 
 
-def check(model: Model, args: tuple) -> None:
-    """Ours: logits to fp32 rounding, and the choice that these logits demand."""
+def check(model: Model, args: tuple) -> tuple:
+    """Ours: logits to fp32 rounding, and the choice that these logits demand; returns (weights, ids, logits)."""
     weights, ids, logits = grouped_topk(*args, **model.options, return_logits=True)
     exact = (args[0].double() @ args[1].double().T).float()
     harness.gate("logits", exact, logits, LIMIT)
@@ -124,6 +131,7 @@ def check(model: Model, args: tuple) -> None:
     ref_weights, ref_ids = router.route_reference(logits[rows], args[2], **model.options)
     harness.gate("topk_ids", ref_ids, ids[rows], 0.0)
     harness.gate("topk_weights", ref_weights, weights[rows], 1e-6)
+    return weights, ids, logits
 
 
 def agrees(model: Model, call, args: tuple) -> float:
@@ -168,68 +176,97 @@ def measure(name: str, model: Model, tokens: int, peer: bool, rounds: int) -> di
     }  # fmt: skip
 
 
-def candidates(tokens: int) -> list[dict]:
-    """Launch configurations worth timing: none changes a bit of the result."""
-    forms = []
-    for block_t, warps, stages in itertools.product((16, 32, 64, 128), (2, 4, 8), (4, 8)):
-        if block_t > max(16, tokens) or (block_t >= 64 and warps < 4) or (block_t == 128 and stages > 4):
-            continue
-        for fused, split_grid in ((True, True), (False, True), (False, False)):
-            if (fused and tokens > 256) or (split_grid and tokens > 1024) or (not split_grid and tokens < 128):
-                continue
-            forms.append(
-                {"block_t": block_t, "fused": fused, "split_grid": split_grid, "warps": warps, "stages": stages}
-            )
+def candidates(tokens: int) -> dict[str, dict]:
+    """Launch forms worth timing, by a short name: none changes a bit of the result."""
+    forms = {}
+
+    def add(name, block_e, block_t, warps, stages, abreast=False, split_grid=True, fused=False, ahead=False):
+        forms[f"{name} e{block_e} t{block_t} w{warps} s{stages}{' ahead' if ahead else ''}"] = {
+            "block_e": block_e, "block_t": block_t, "abreast": abreast, "split_grid": split_grid, "fused": fused,
+            "ahead": ahead, "warps": warps, "stages": stages,
+        }  # fmt: skip
+
+    if tokens <= 64:
+        blocks = [b for b in (8, 16, 32, 64) if b <= max(8, 2 * tokens) and 4 * b >= tokens][-3:]
+        for block_t in blocks:
+            add("abreast", 16, block_t, 4, 6 if block_t < 64 else 4, abreast=True, ahead=True)
+        add("abreast", 16, blocks[0], 4, 6, abreast=True)
+        add("abreast", 16, blocks[0], 4, 3, abreast=True, ahead=True)
+        add("in turn", 16, max(16, blocks[0]), 2, 6, ahead=True)
+        if tokens <= 16:
+            add("one launch", 16, blocks[0], 4, 6, abreast=True, fused=True, ahead=True)
+        return forms
+    tiles = ((16, 32, 2), (16, 64, 4), (32, 64, 4), (16, 128, 4), (32, 128, 4), (32, 128, 8))
+    for tile, stages, split_grid in itertools.product(tiles, (4, 6), (True, False)):
+        if (split_grid and tokens <= 1024) or (not split_grid and tokens >= 256):
+            add("shares" if split_grid else "whole", *tile, stages, split_grid=split_grid)
+    if tokens <= 256:
+        add("abreast", 16, 64, 4, 4, abreast=True)
     return forms
 
 
-def compile_forms(name: str, forms: list[dict]) -> None:
-    """In a worker: launch each form once, for the compiler's cache."""
-    model = MODELS[name]
-    args = operands(model, 64, harness.device(), 0)
-    for form in forms:
-        with contextlib.suppress(Exception), tuning.override(router.OP, form):  # a form that does not fit is left out
-            grouped_topk(*args, **model.options)
+def cut_for(programs: int) -> None:
+    """Cut H as for ``programs`` programs: another order of sums, for a trial of the rule itself."""
+    router.PROGRAMS = programs
+    router.shares.cache_clear()
+
+
+def compile_forms(model: Model, work: list[tuple[int, dict]], programs: int) -> None:
+    """In a worker: launch each form once at its number of tokens, for the compiler's cache."""
+    cut_for(programs)
+    for tokens, form in work:
+        with contextlib.suppress(Exception), tuning.override(router.OP, form):  # the sweep reports what does not fit
+            grouped_topk(*operands(model, tokens, harness.device(), 0), **model.options)
     torch.cuda.synchronize()
 
 
-def sweep(tokens: list[int], rounds: int, jobs: int, save: bool) -> None:
-    entries = []
+def sweep(models: dict[str, Model], tokens: list[int], rounds: int, jobs: int, programs: int, save: bool) -> None:
+    cut_for(programs)
     if jobs:
-        every = {repr(f): f for t in tokens for f in candidates(t)}
-        with harness.compile_pool(jobs) as pool:
-            work = [(name, list(every.values())[i::6]) for name in MODELS for i in range(6)]
-            for future in [pool.submit(compile_forms, *w) for w in work]:
-                future.result()
-    for (name, model), count in itertools.product(MODELS.items(), tokens):
-        sets = operand_sets(model, count)
-        call, providers = ours(model), {}
+        work = []
+        for model in models.values():
+            # one launch compiles for the rows that it has, the others once for all
+            every = {(t if f["fused"] else 0, repr(f)): (t, f) for t in tokens for f in candidates(t).values()}
+            work += [(compile_forms, model, list(every.values())[i::6], programs) for i in range(6)]
+        harness.compile_ahead(jobs, work)
+    entries, table = [], []
+    for (name, model), count in itertools.product(models.items(), tokens):
+        sets, forms, providers, first = operand_sets(model, count), candidates(count), {}, None
+        hidden = [torch.randn_like(a[0]) for a in sets]
+        gain = torch.ones(model.hidden, dtype=torch.bfloat16, device=harness.device())
 
-        def run(a, form, call=call):
+        def norm(h, gain=gain):
+            return torch.nn.functional.rms_norm(h, gain.shape, gain)
+
+        def run(x, a, form, model=model):
             with tuning.override(router.OP, form):
-                return call(*a)
+                return grouped_topk(x, *a[1:], **model.options)
 
-        forms = {repr(form): form for form in candidates(count)}
         for key, form in forms.items():
             try:
                 with tuning.override(router.OP, form):
-                    check(model, sets[0])
-            except harness.WrongResult as failure:
-                print(f"{name}/{count}: {key}: {failure}", file=sys.stderr)
-                continue
+                    got = check(model, sets[0])
+                first = first or got
+                if not all(torch.equal(a, b) for a, b in zip(got, first)):
+                    raise harness.WrongResult("other bits than the first form's")
             except Exception as failure:
-                print(f"{name}/{count}: {key}: {type(failure).__name__}", file=sys.stderr)
+                harness.complain(f"{name}/{count}: {key}", failure)
                 continue
-            providers[key] = [lambda a=a, form=form: run(a, form) for a in sets]
-        times = harness.time_many_us(providers, rounds, target_ms=1.0)
-        ranked = sorted(times, key=lambda key: times[key]["us"])
-        for fused in (True, False):
-            for key in [k for k in ranked if forms[k]["fused"] is fused][:2]:
-                print(f"{name}/{count}: {times[key]['us']:7.2f} us  {forms[key]}", flush=True)
-        shape = {"experts": model.experts, "hidden": model.hidden}
-        entries.append({"shape": shape, "rows": count, "config": forms[ranked[0]]})
-        if save:
-            tuning.save(harness.device(), router.OP, entries)
+            providers[key] = [lambda a=a, form=form, run=run: run(a[0], a, form) for a in sets]
+            providers[f"{key}, norm"] = [
+                lambda a=a, h=h, form=form, run=run, norm=norm: run(norm(h), a, form) for a, h in zip(sets, hidden)
+            ]
+        providers["norm"] = [lambda h=h, norm=norm: norm(h) for h in hidden]
+        times = {key: timed["us"] for key, timed in harness.time_many_us(providers, rounds, target_ms=1.0).items()}
+        behind = {key: times[f"{key}, norm"] - times["norm"] for key in forms if key in times}
+        ranked = sorted(behind, key=lambda key: times[key] + behind[key])
+        table += [(f"{name}/{count}", key, round(times[key], 2), round(behind[key], 2)) for key in ranked]
+        if ranked:
+            shape = {"experts": model.experts, "hidden": model.hidden}
+            entries.append({"shape": shape, "rows": count, "config": forms[ranked[0]]})
+    harness.print_table("Router, the best form of each size first", ("case", "form", "us", "us behind a norm"), table)
+    if save:
+        print(tuning.save(harness.device(), router.OP, entries))
 
 
 def run_interpreter() -> int:
@@ -255,10 +292,14 @@ def run_interpreter() -> int:
 
 
 def main(
-    only: str = typer.Option("", help="Comma-separated parts of case names to keep, such as 'beam' or 'beam/16'."),
+    only: str = typer.Option(
+        "", help="Comma-separated parts of case names to keep, such as 'beam' or 'beam/16'; of a sweep, models."
+    ),
     peer: bool = typer.Option(True, help="Time torch and vLLM beside ours."),
     rounds: int = typer.Option(15, help="Graph replays per time."),
-    do_sweep: bool = typer.Option(False, "--sweep", help="Time launch configurations instead."),
+    do_sweep: bool = typer.Option(False, "--sweep", help="Time launch forms instead."),
+    tokens: str = typer.Option("1,2,4,8,16,32,64", help="Token counts of a sweep."),
+    programs: int = typer.Option(0, help="Sweep with H cut for so many programs instead; saves nothing."),
     jobs: int = typer.Option(-1, help="Processes that compile before a sweep; 0: none, -1: by the machine's cores."),
     save: bool = typer.Option(True, help="Write results, or the tuned table of a sweep."),
 ) -> None:
@@ -266,14 +307,16 @@ def main(
         raise typer.Exit(run_interpreter())
     print(harness.fingerprint(), harness.ceilings(), flush=True)
     if do_sweep:
-        sweep(list(TOKENS), rounds, jobs, save)
+        models = {name: model for name, model in MODELS.items() if not only or name in only.split(",")}
+        counts = [int(t) for t in tokens.split(",")]
+        sweep(models, counts, rounds, jobs, programs or router.PROGRAMS, save and not programs)
         return
     rows, failures = [], 0
-    for (name, model), tokens in itertools.product(MODELS.items(), TOKENS):
-        if only and not any(part in f"{name}/{tokens}" for part in only.split(",")):
+    for (name, model), count in itertools.product(MODELS.items(), TOKENS):
+        if only and not any(part in f"{name}/{count}" for part in only.split(",")):
             continue
         try:
-            rows.append(measure(name, model, tokens, peer, rounds))
+            rows.append(measure(name, model, count, peer, rounds))
         except harness.WrongResult as failure:
             failures += 1
             print(failure, file=sys.stderr)

@@ -10,8 +10,15 @@
 
 Tensor cores multiply bf16, yet no bit of the weights is dropped: each fp32 weight is cut into three bf16 pieces of 8
 bits, whose products with a bf16 activation are exact, and all of them are summed in fp32 (fp16 activations have two
-pieces, fp32 three). The order of that sum depends on E and H alone: a row's logits are the same bits at every token
-count and whatever rows share its batch, so that prefill, decode and a trainer's recomputation choose alike.
+pieces, fp32 three). H is cut into shares and each share into four quarters (`shares`); a quarter is summed in order,
+its quarters make a share and the shares make the logit, in order too. That order depends on E and H alone: a row's
+logits are the same bits at every token count and whatever rows share its batch, so that prefill, decode and a trainer's
+recomputation choose alike.
+
+A few tokens are bound by latency, not by bytes: every program takes one share, a warp each of its quarters, and a
+second launch of one warp a token adds the shares and chooses. Both start early (programmatic dependent launch). Before
+its wait the first one only asks for its weights to be brought into L2: that yields no value, so weights that the launch
+before it has just written are read as written.
 
 Non-finite input: a NaN or infinity in ``x`` or ``gate_weight`` makes the logits it meets NaN. A NaN choice ranks as
 minus infinity; ids stay distinct and in range, and a NaN weight is handed on. A choice of minus infinity comes last
@@ -38,10 +45,23 @@ PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # bf16 pieces 
 SCORING = ("sigmoid", "softmax")
 EPS = 1e-20
 
-_BLOCK_E = 16  # the short side of the matrix instruction; 64 would select another instruction and another order of sums
-_BLOCK_K = 64
-_TARGET_PROGRAMS = 128
+BLOCK_E = (16, 32)  # what a table may say: 64 would select another matrix instruction and another order of sums
+PROGRAMS = 128  # of 16 experts and one share of H each, at one block of tokens; orders the sums
+_BLOCK_K = 32
+_QUARTERS = 4  # of a share
 _COUNTERS = 256  # int32 of one stream: the arrivals at each token block of one fused launch
+
+
+@triton.jit
+def _cut(v, MMA: tl.constexpr):
+    """The leading 8 bits of fp32 ``v``, a bf16, and the rest."""
+    # cut, not rounded: both are exact
+    bits = v.to(tl.int32, bitcast=True)
+    first = (bits & -65536).to(tl.float32, bitcast=True)
+    if MMA == tl.bfloat16:
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), v - first
+    else:
+        return first, v - first
 
 
 @triton.jit
@@ -50,57 +70,131 @@ def _pieces(v, COUNT: tl.constexpr, MMA: tl.constexpr):
     if COUNT == 1:
         zero = tl.zeros_like(v)
         return v.to(MMA), zero.to(MMA), zero.to(MMA)
-    v = v.to(tl.float32)
-    # cut, not rounded: each piece is then exactly a bf16, whatever the rounding of the cast
-    first = (v.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    rest = v - first
-    second = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return first.to(MMA), second.to(MMA), (rest - second).to(MMA)
+    first, rest = _cut(v.to(tl.float32), MMA)
+    second, rest = _cut(rest, MMA)
+    third, _ = _cut(rest, MMA)
+    return first, second, third
 
 
 @triton.jit
-def _logits_share(
-    x_ptr, w_ptr, e, mask_e, t, mask_t, k_first, k_last, H, stride_xt, stride_we,
+def _add_products(w, x, large, middle, small, W_PIECES: tl.constexpr, X_PIECES: tl.constexpr, MMA: tl.constexpr):
+    """Add ``w`` (…, E, K) times ``x`` (…, K, T): products of leading pieces to ``large``, then by falling size.
+
+    Three sums, for the tensor core truncates each addition to the size of what is there, and none waits for another.
+    """
+    w0, w1, w2 = _pieces(w, W_PIECES, MMA)
+    x0, x1, x2 = _pieces(x, X_PIECES, MMA)
+    large = tl.dot(w0, x0, large, input_precision="ieee")
+    if W_PIECES >= 2:
+        middle = tl.dot(w1, x0, middle, input_precision="ieee")
+    if X_PIECES >= 2:
+        middle = tl.dot(w0, x1, middle, input_precision="ieee")
+    if W_PIECES == 3:
+        small = tl.dot(w2, x0, small, input_precision="ieee")
+    if X_PIECES == 3:
+        small = tl.dot(w0, x2, small, input_precision="ieee")
+    if W_PIECES >= 2 and X_PIECES >= 2:
+        small = tl.dot(w1, x1, small, input_precision="ieee")
+    if W_PIECES == 3 and X_PIECES >= 2:
+        small = tl.dot(w2, x1, small, input_precision="ieee")
+    if W_PIECES >= 2 and X_PIECES == 3:
+        small = tl.dot(w1, x2, small, input_precision="ieee")
+    if W_PIECES == 3 and X_PIECES == 3:
+        small = tl.dot(w2, x2, small, input_precision="ieee")
+    return large, middle, small
+
+
+@triton.jit
+def _share_abreast(
+    x_ptr, w_ptr, e, mask_e, t, mask_t, first, H, stride_xt, stride_we, SHARE: tl.constexpr, QUARTER: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     X_PIECES: tl.constexpr, W_PIECES: tl.constexpr, EVEN_K: tl.constexpr, MMA: tl.constexpr,
 ):  # fmt: skip
-    """fp32 (BLOCK_E, BLOCK_T): the sum over k_first..k_last of weight times activation."""
-    k = k_first + tl.arange(0, BLOCK_K)
+    """fp32 (BLOCK_E, BLOCK_T): one share of H, from ``first`` on, its quarters side by side: of four warps one each."""
+    QUARTERS: tl.constexpr = SHARE // QUARTER
+    k = first + tl.arange(0, QUARTERS)[:, None] * QUARTER + tl.arange(0, BLOCK_K)[None, :]
+    w_ptrs = w_ptr + e.to(tl.int64)[None, :, None] * stride_we + k[:, None, :]  # (4, BLOCK_E, BLOCK_K)
+    x_ptrs = x_ptr + t.to(tl.int64)[None, :, None] * stride_xt + k[:, None, :]  # (4, BLOCK_T, BLOCK_K)
+    large = tl.zeros((QUARTERS, BLOCK_E, BLOCK_T), tl.float32)
+    middle = tl.zeros((QUARTERS, BLOCK_E, BLOCK_T), tl.float32)
+    small = tl.zeros((QUARTERS, BLOCK_E, BLOCK_T), tl.float32)
+    for start in range(0, QUARTER, BLOCK_K):
+        if EVEN_K:
+            w = tl.load(w_ptrs, mask=mask_e[None, :, None], other=0.0)
+            x = tl.load(x_ptrs, mask=mask_t[None, :, None], other=0.0)
+        else:
+            mask_k = (k + start < H)[:, None, :]
+            w = tl.load(w_ptrs, mask=mask_e[None, :, None] & mask_k, other=0.0)
+            x = tl.load(x_ptrs, mask=mask_t[None, :, None] & mask_k, other=0.0)
+        x = tl.permute(x, (0, 2, 1))
+        large, middle, small = _add_products(w, x, large, middle, small, W_PIECES, X_PIECES, MMA)
+        w_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+    quarters = tl.permute(large + (middle + small), (1, 2, 0))
+    even, odd = tl.split(tl.reshape(quarters, (BLOCK_E, BLOCK_T, 2, 2)))
+    first_quarter, third_quarter = tl.split(even)
+    second_quarter, fourth_quarter = tl.split(odd)
+    return ((first_quarter + second_quarter) + third_quarter) + fourth_quarter
+
+
+@triton.jit
+def _shares_in_turn(
+    x_ptr, w_ptr, e, mask_e, t, mask_t, first, H, stride_xt, stride_we, SHARES: tl.constexpr,
+    SHARE: tl.constexpr, QUARTER: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    X_PIECES: tl.constexpr, W_PIECES: tl.constexpr, EVEN_K: tl.constexpr, MMA: tl.constexpr,
+):  # fmt: skip
+    """fp32 (BLOCK_E, BLOCK_T): the sum of SHARES shares of H from ``first`` on, each as `_share_abreast` adds it."""
+    STEPS: tl.constexpr = QUARTER // BLOCK_K
+    SHARE_STEPS: tl.constexpr = SHARE // BLOCK_K
+    k = first + tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + e.to(tl.int64)[:, None] * stride_we + k[None, :]
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_xt + k[None, :]
-    # the small products have a sum of their own: the tensor core truncates each addition to the size of what is there
     large = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    middle = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
     small = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
-    for start in range(k_first, k_last, BLOCK_K):
+    share = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    total = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    for step in range(1, SHARES * SHARE_STEPS + 1):  # one loop over all of H keeps its loads coming
         if EVEN_K:
             w = tl.load(w_ptrs, mask=mask_e[:, None], other=0.0)
             x = tl.load(x_ptrs, mask=mask_t[:, None], other=0.0)
         else:
-            mask_k = start + tl.arange(0, BLOCK_K) < H
+            mask_k = first + (step - 1) * BLOCK_K + tl.arange(0, BLOCK_K) < H
             w = tl.load(w_ptrs, mask=mask_e[:, None] & mask_k[None, :], other=0.0)
             x = tl.load(x_ptrs, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
-        w0, w1, w2 = _pieces(w, W_PIECES, MMA)
-        x0, x1, x2 = _pieces(tl.trans(x), X_PIECES, MMA)
-        if W_PIECES == 3 and X_PIECES == 3:
-            small = tl.dot(w2, x2, small, input_precision="ieee")
-        if W_PIECES == 3 and X_PIECES >= 2:
-            small = tl.dot(w2, x1, small, input_precision="ieee")
-        if W_PIECES >= 2 and X_PIECES == 3:
-            small = tl.dot(w1, x2, small, input_precision="ieee")
-        if W_PIECES >= 2 and X_PIECES >= 2:
-            small = tl.dot(w1, x1, small, input_precision="ieee")
-        if W_PIECES == 3:
-            small = tl.dot(w2, x0, small, input_precision="ieee")
-        if X_PIECES == 3:
-            small = tl.dot(w0, x2, small, input_precision="ieee")
-        if W_PIECES >= 2:
-            small = tl.dot(w1, x0, small, input_precision="ieee")
-        if X_PIECES >= 2:
-            small = tl.dot(w0, x1, small, input_precision="ieee")
-        large = tl.dot(w0, x0, large, input_precision="ieee")
+        large, middle, small = _add_products(w, tl.trans(x), large, middle, small, W_PIECES, X_PIECES, MMA)
+        if step % STEPS == 0:
+            quarter = large + (middle + small)
+            share = tl.where(step % SHARE_STEPS == STEPS, quarter, share + quarter)
+            if step % SHARE_STEPS == 0:
+                total = tl.where(step == SHARE_STEPS, share, total + share)
+            large = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+            middle = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+            small = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
         w_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
-    return large + small
+    return total
+
+
+@triton.jit
+def _bring_share(w_ptr, first_e, E, first, stride_we, BLOCK_E: tl.constexpr, SHARE: tl.constexpr):
+    """Ask for SHARE elements from ``first`` on of BLOCK_E rows of ``w_ptr`` in L2; nothing is read, nothing waits.
+
+    A value that another launch writes meanwhile is not lost: L2 is where all of them meet.
+    """
+    e = tl.minimum(first_e + tl.arange(0, BLOCK_E), E - 1)
+    address = (w_ptr + e.to(tl.int64) * stride_we + first).to(tl.int64)[:, None]
+    length = tl.full((BLOCK_E, 8), SHARE * w_ptr.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
+    # one thread in eight asks for a row: the instruction takes the threads of a warp in turn
+    asks = (tl.arange(0, 8) == 0).to(tl.int32)[None, :]
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred asks;
+        setp.ne.b32 asks, $3, 0;
+        @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""", "=r,l,r,r", [address, length, asks], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -113,21 +207,76 @@ def _exp(x, LIBDEVICE: tl.constexpr):
 
 
 @triton.jit
-def _score(logits, row_max, row_sum, SOFTMAX: tl.constexpr, LIBDEVICE: tl.constexpr):
-    if SOFTMAX:
-        return tl.div_rn(_exp(logits - row_max, LIBDEVICE), row_sum)
+def _reciprocal(d, LIBDEVICE: tl.constexpr):
+    """1 / ``d``, correctly rounded where that is a normal number, of ``d`` from 1 to infinity: without the branch of a
+    division, behind which the next element of a thread would wait."""
+    if LIBDEVICE:
+        scale = tl.where(d > 2.0**64, 2.0**-64, 1.0)
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d * scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+        exact = tl.fma(near, tl.fma(-(d * scale), near, 1.0), near)
+        return tl.where(d == float("inf"), 0.0, exact * scale)
     else:
-        return tl.div_rn(tl.zeros_like(logits) + 1.0, 1.0 + _exp(-logits, LIBDEVICE))
+        return tl.div_rn(tl.zeros_like(d) + 1.0, d)
 
 
 @triton.jit
-def _order_key(v, index, COUNT: tl.constexpr):
-    """int64 that sorts as ``v`` does, and among equal values by falling index; NaN sorts as minus infinity."""
-    v = tl.where(v == v, v, -float("inf"))
+def _divide(n, d, reciprocal):
+    """``n / d``, given 1 / ``d``."""
+    quotient = n * reciprocal
+    return tl.fma(tl.fma(-d, quotient, n), reciprocal, quotient)
+
+
+@triton.jit
+def _score(logits, row_max, row_sum, SOFTMAX: tl.constexpr, LIBDEVICE: tl.constexpr):
+    if SOFTMAX:
+        return _divide(_exp(logits - row_max, LIBDEVICE), row_sum, _reciprocal(row_sum, LIBDEVICE))
+    else:
+        return _reciprocal(1.0 + _exp(-logits, LIBDEVICE), LIBDEVICE)
+
+
+@triton.jit
+def _order_key(v):
+    """int32 that sorts as ``v`` without NaN does; above ``NEVER`` even for minus infinity."""
     v = tl.where(v == 0.0, 0.0, v)  # -0.0 equals 0.0
     bits = v.to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (COUNT - 1 - index).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _two_best(best, second, other_best, other_second):
+    return tl.maximum(best, other_best), tl.maximum(tl.minimum(best, other_best), tl.maximum(second, other_second))
+
+
+@triton.jit
+def _best_groups(
+    choice, real, ROWS: tl.constexpr, N_GROUP: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    GROUPS_P2: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """bool (ROWS, GROUPS_P2): the TOPK_GROUP best groups of ``choice`` (ROWS, GROUPS_P2, GROUP_P2), minus infinity
+    where not ``real``."""
+    group = tl.arange(0, GROUPS_P2)
+    if HAS_BIAS and GROUP > 1:
+        best, second = tl.reduce((choice, tl.full(choice.shape, -float("inf"), tl.float32)), 2, _two_best)
+        total = best + second
+        total = tl.where(total == total, total, -float("inf"))
+    else:
+        total = tl.max(choice, 2)
+    if GROUPS_P2 <= 32:  # all places at once: how many are better
+        other, own = total[:, None, :], total[:, :, None]
+        better = (other > own) | ((other == own) & (group[None, None, :] < group[None, :, None]))
+        place = tl.sum(better.to(tl.int32), 2)  # groups that are not there come after those that are, as the last do
+        return (place < TOPK_GROUP) & (group < N_GROUP)[None, :]
+    else:
+        NEVER: tl.constexpr = -(2**31)
+        key = tl.where((group < N_GROUP)[None, :], _order_key(total), NEVER)
+        kept = tl.zeros((ROWS, GROUPS_P2), tl.int32)
+        for _ in tl.static_range(TOPK_GROUP):
+            first = tl.min(tl.where(key == tl.max(key, 1)[:, None], group[None, :], GROUPS_P2), 1)
+            kept = tl.where(group[None, :] == first[:, None], 1, kept)
+            key = tl.where(group[None, :] == first[:, None], NEVER, key)
+        return kept != 0
 
 
 @triton.jit
@@ -150,15 +299,18 @@ def _choose(
 ):  # fmt: skip
     """Score, choose and write ROWS rows of logits, given as PLANES partial sums; of several the sum is written too.
 
-    Slot ``g * GROUP_P2 + j`` of a row is expert ``g * GROUP + j``.
+    Slot ``g * GROUP_P2 + j`` of a row is expert ``g * GROUP + j``. Each step takes the largest 32-bit key and the
+    lowest slot that has it: where one warp holds a row each is one instruction, unlike that of a 64-bit key.
     """
     SLOTS: tl.constexpr = GROUPS_P2 * GROUP_P2
-    NEVER: tl.constexpr = -(2**63)
+    NEVER: tl.constexpr = -(2**31)
     group = tl.arange(0, GROUPS_P2)
     within = tl.arange(0, GROUP_P2)
     expert = group[:, None] * GROUP + within[None, :]  # (GROUPS_P2, GROUP_P2)
     real = (group[:, None] < N_GROUP) & (within[None, :] < GROUP)
     mask_logits = mask_row[:, None, None] & real[None, :, :]
+    if HAS_BIAS:  # on its way together with the logits
+        bias = tl.load(bias_ptr + expert, mask=real, other=0.0)[None, :, :]
     in_row = in_ptr + row.to(tl.int64) * stride_in
     logits = _add_planes(in_row[:, None, None] + expert[None, :, :], plane, mask_logits, -float("inf"), PLANES)
     if PLANES > 1:
@@ -170,44 +322,42 @@ def _choose(
         row_max = tl.max(tl.max(logits, 2), 1)
         row_max = tl.where(row_max > -float("inf"), row_max, 0.0)
         powers = tl.where(real[None, :, :], _exp(logits - row_max[:, None, None], LIBDEVICE), 0.0)
-        row_sum = tl.sum(tl.sum(powers, 2), 1)
-    choice = _score(logits, row_max[:, None, None], row_sum[:, None, None], SOFTMAX, LIBDEVICE)
+        # whole numbers of 2^-40: their sum is exact, whatever the order in which a launch's threads add
+        known = powers == powers
+        whole = (tl.where(known, powers, 0.0) * 2.0**40).to(tl.int64)
+        row_sum = tl.sum(tl.sum(whole, 2), 1).to(tl.float32) * 2.0**-40
+        row_sum = tl.where(tl.min(tl.min(known.to(tl.int32), 2), 1) != 0, row_sum, float("nan"))
+    score = _score(logits, row_max[:, None, None], row_sum[:, None, None], SOFTMAX, LIBDEVICE)
+    choice = score
     if HAS_BIAS:
-        choice += tl.load(bias_ptr + expert, mask=real, other=0.0)[None, :, :]
-    slot = group[:, None] * GROUP_P2 + within[None, :]
-    key = tl.where(real[None, :, :], _order_key(choice, slot[None, :, :], SLOTS), NEVER)
-
+        choice += bias
+    choice = tl.where(real[None, :, :] & (choice == choice), choice, -float("inf"))
+    eligible = real[None, :, :]
     if TOPK_GROUP < N_GROUP:
-        best = tl.max(key, 2)  # (ROWS, GROUPS_P2)
-        sortable = tl.where(choice == choice, choice, -float("inf"))
-        total = tl.max(tl.where(real[None, :, :], sortable, -float("inf")), 2)
-        if HAS_BIAS and GROUP > 1:
-            others = real[None, :, :] & (key != best[:, :, None])
-            total += tl.max(tl.where(others, sortable, -float("inf")), 2)
-        group_key = tl.where((group < N_GROUP)[None, :], _order_key(total, group[None, :], GROUPS_P2), NEVER)
-        kept = tl.zeros((ROWS, GROUPS_P2), tl.int32)
-        for _ in tl.static_range(TOPK_GROUP):
-            is_best = group_key == tl.max(group_key, 1)[:, None]
-            kept = tl.where(is_best, 1, kept)
-            group_key = tl.where(is_best, NEVER, group_key)
-        key = tl.where(kept[:, :, None] != 0, key, NEVER)
+        kept = _best_groups(choice, real, ROWS, N_GROUP, GROUP, TOPK_GROUP, GROUPS_P2, HAS_BIAS)
+        eligible = eligible & kept[:, :, None]
 
-    key = tl.reshape(key, (ROWS, SLOTS))
+    key = tl.reshape(tl.where(eligible, _order_key(choice), NEVER), (ROWS, SLOTS))
+    score_bits = tl.reshape(score.to(tl.int32, bitcast=True), (ROWS, SLOTS))
+    slot = tl.arange(0, SLOTS)[None, :]
     k = tl.arange(0, TOP_K_P2)
     ids = tl.zeros((ROWS, TOP_K_P2), tl.int32)
+    weights = tl.zeros((ROWS, TOP_K_P2), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     for i in tl.static_range(TOP_K):
-        best_key = tl.max(key, 1)
-        key = tl.where(key == best_key[:, None], NEVER, key)
-        best_slot = SLOTS - 1 - (best_key & 0xFFFFFFFF).to(tl.int32)
+        best = tl.max(key, 1)
+        best_slot = tl.min(tl.where(key == best[:, None], slot, SLOTS), 1)
+        taken = slot == best_slot[:, None]
+        key = tl.where(taken, NEVER, key)
+        weight = tl.max(tl.where(taken, score_bits, NEVER), 1).to(tl.float32, bitcast=True)
+        total += weight
         best_expert = (best_slot // GROUP_P2) * GROUP + best_slot % GROUP_P2
         ids = tl.where((k == i)[None, :], best_expert[:, None], ids)
-
-    mask = mask_row[:, None] & (k < TOP_K)[None, :]
-    chosen = _add_planes(in_row[:, None] + ids, plane, mask, 0.0, PLANES)
-    weights = _score(chosen, row_max[:, None], row_sum[:, None], SOFTMAX, LIBDEVICE)
+        weights = tl.where((k == i)[None, :], weight[:, None], weights)
     if RENORMALIZE:
-        total_weight = tl.sum(tl.where(k[None, :] < TOP_K, weights, 0.0), 1) + EPS
-        weights = tl.div_rn(weights, tl.broadcast_to(total_weight[:, None], (ROWS, TOP_K_P2)))
+        total += EPS
+        weights = _divide(weights, total[:, None], tl.div_rn(tl.zeros_like(total) + 1.0, total)[:, None])
+    mask = mask_row[:, None] & (k < TOP_K)[None, :]
     out = row.to(tl.int64)[:, None] * TOP_K + k[None, :]
     tl.store(weights_ptr + out, weights, mask=mask)
     tl.store(ids_ptr + out, ids, mask=mask)
@@ -229,8 +379,10 @@ def _logits_kernel(
     stride_xt,
     stride_we,
     SPLITS: tl.constexpr,
-    SHARE: tl.constexpr,  # of H, a multiple of BLOCK_K
+    SHARE: tl.constexpr,  # of H
+    QUARTER: tl.constexpr,  # of a share, a multiple of BLOCK_K
     SPLIT_GRID: tl.constexpr,  # the shares are programs of their own, each with a plane of results
+    ABREAST: tl.constexpr,  # a share's quarters side by side
     FUSED: tl.constexpr,  # the last program of a token block adds the planes and chooses the experts
     X_PIECES: tl.constexpr,
     W_PIECES: tl.constexpr,
@@ -253,10 +405,17 @@ def _logits_kernel(
     MMA: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,  # the weights are on their way to L2 before the launch before this one has finished
 ):
     """Grid (expert blocks, token blocks, SPLITS or 1)."""
     if PDL:
-        gdc_launch_dependents()  # the next launch waits for this one's end before it reads anything
+        if not FUSED:
+            gdc_launch_dependents()  # `_route_kernel` waits for this one's end, and thus for what this one waits for
+        if AHEAD and tl.program_id(1) == 0:
+            _bring_share(w_ptr, tl.program_id(0) * BLOCK_E, E, tl.program_id(2) * SHARE, stride_we, BLOCK_E, SHARE)
+        gdc_wait()
+        if FUSED:
+            gdc_launch_dependents()
     block_e = tl.program_id(0)
     block_t = tl.program_id(1)
     e = block_e * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -269,21 +428,22 @@ def _logits_kernel(
     plane = tl.cast(T, tl.int64) * E
     if SPLIT_GRID:
         split = tl.program_id(2)
-        first = split * SHARE
-        part = _logits_share(
-            x_ptr, w_ptr, e, mask_e, t, mask_t, first, tl.minimum(first + SHARE, H), H, stride_xt, stride_we,
-            BLOCK_E, BLOCK_T, BLOCK_K, X_PIECES, W_PIECES, EVEN_K, MMA,
-        )  # fmt: skip
-        tl.store(planes_ptr + split * plane + offs, part, mask=mask)
-    else:
-        total = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
-        for s in range(SPLITS):
-            part = _logits_share(
-                x_ptr, w_ptr, e, mask_e, t, mask_t, s * SHARE, tl.minimum(s * SHARE + SHARE, H), H,
-                stride_xt, stride_we,
+        if ABREAST:
+            part = _share_abreast(
+                x_ptr, w_ptr, e, mask_e, t, mask_t, split * SHARE, H, stride_xt, stride_we, SHARE, QUARTER,
                 BLOCK_E, BLOCK_T, BLOCK_K, X_PIECES, W_PIECES, EVEN_K, MMA,
             )  # fmt: skip
-            total = tl.where(s == 0, part, total + part)
+        else:
+            part = _shares_in_turn(
+                x_ptr, w_ptr, e, mask_e, t, mask_t, split * SHARE, H, stride_xt, stride_we, 1, SHARE, QUARTER,
+                BLOCK_E, BLOCK_T, BLOCK_K, X_PIECES, W_PIECES, EVEN_K, MMA,
+            )  # fmt: skip
+        tl.store(planes_ptr + split * plane + offs, part, mask=mask)
+    else:
+        total = _shares_in_turn(
+            x_ptr, w_ptr, e, mask_e, t, mask_t, 0, H, stride_xt, stride_we, SPLITS, SHARE, QUARTER,
+            BLOCK_E, BLOCK_T, BLOCK_K, X_PIECES, W_PIECES, EVEN_K, MMA,
+        )  # fmt: skip
         tl.store(planes_ptr + offs, total, mask=mask)
 
     if FUSED:
@@ -320,22 +480,21 @@ def _route_kernel(
     SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
-    ROWS: tl.constexpr,
     GROUPS_P2: tl.constexpr,
     GROUP_P2: tl.constexpr,
     TOP_K_P2: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     PDL: tl.constexpr,  # started while the logits are still being made
 ):
-    """Grid (cdiv(T, ROWS),)."""
+    """Grid (T,)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # few programs run here: the next launch finds its place beside them
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) + tl.arange(0, 1)
     _choose(
         planes_ptr, tl.cast(T, tl.int64) * E, stride_pt, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E,
         PLANES, TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
-        ROWS, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
+        1, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
     )  # fmt: skip
 
 
@@ -420,20 +579,31 @@ def _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renorm
 @functools.cache
 def shares(experts: int, hidden: int) -> tuple[int, int]:
     """How the sum over H is cut: (number of shares, length of one). From the shape alone, for it orders the sum."""
-    blocks = triton.cdiv(experts, _BLOCK_E)
-    steps = max(triton.cdiv(hidden, _BLOCK_K), 1)
-    count = max(1, min(16, _TARGET_PROGRAMS // blocks, steps))
+    step = _QUARTERS * _BLOCK_K
+    steps = max(triton.cdiv(hidden, step), 1)
+    count = max(1, min(16, PROGRAMS // triton.cdiv(experts, 16), steps))
     share = triton.cdiv(steps, count)
-    return triton.cdiv(steps, share), share * _BLOCK_K
+    return triton.cdiv(steps, share), share * step
 
 
 def heuristic(tokens: int) -> dict:
-    """Launch parameters without a table; none of them changes a bit of the result."""
+    """Launch parameters without a table; none of them changes a bit of the result.
+
+    ``block_e`` experts and ``block_t`` tokens of one program; ``split_grid``: it takes one share of H, whose quarters
+    go ``abreast``; ``fused``: in one launch; ``ahead``: the weights are asked for before the wait; ``warps``,
+    ``stages``: Triton's.
+    """
     if tokens <= 64:
-        return {"block_t": 16, "fused": tokens <= 16, "split_grid": True, "warps": 4, "stages": 6}
-    if tokens <= 512:
-        return {"block_t": 64, "fused": False, "split_grid": True, "warps": 4, "stages": 4}
-    return {"block_t": 64, "fused": False, "split_grid": False, "warps": 4, "stages": 3}
+        block_t = 8 if tokens <= 8 else 16
+        return {
+            "block_e": 16, "block_t": block_t, "abreast": True, "split_grid": True, "fused": False, "ahead": True,
+            "warps": 4, "stages": 6,
+        }  # fmt: skip
+    few = tokens <= 1024
+    return {
+        "block_e": 16 if few else 32, "block_t": 64 if few else 128, "abreast": False, "split_grid": few,
+        "fused": False, "ahead": False, "warps": 4, "stages": 4,
+    }  # fmt: skip
 
 
 def launch_form(device: torch.device, tokens: int, experts: int, hidden: int, n_group: int = 1) -> tuple:
@@ -441,13 +611,8 @@ def launch_form(device: torch.device, tokens: int, experts: int, hidden: int, n_
     config = tuning.lookup(device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
     fused = config["fused"] and triton.cdiv(tokens, config["block_t"]) <= _COUNTERS
     slots = triton.next_power_of_2(n_group) * triton.next_power_of_2(experts // n_group)
-    rows = _fused_rows(tokens, slots, config["block_t"]) if fused else _rows(tokens, slots)
+    rows = _fused_rows(tokens, slots, config["block_t"]) if fused else 1
     return (*sorted({**config, "fused": fused}.items()), rows)
-
-
-def _rows(tokens: int, slots: int) -> int:
-    """Rows of logits that one program of the choice alone takes."""
-    return 1 if tokens <= 1024 else max(1, min(8, 1024 // slots))
 
 
 def _fused_rows(tokens: int, slots: int, block_t: int) -> int:
@@ -460,6 +625,7 @@ class _Counters:
 
     Graphs captured on one stream share a set: like everything that shares a workspace, replay them one after another.
     A capture cannot zero memory once and for all, so sets for streams first met in a capture are made in advance.
+    Nothing else writes them and no program waits for one, so that none can hang.
     """
 
     SPARE = 8
@@ -493,10 +659,9 @@ def _launch_route(planes, logits, bias, constants, weights, ids, pdl=False) -> N
     """``planes`` (PLANES, T, E) with innermost stride 1; ``constants`` as `_choice_constants` gives them."""
     count, tokens, experts = planes.shape
     slots = constants["GROUPS_P2"] * constants["GROUP_P2"]
-    rows = _rows(tokens, slots)
-    _route_kernel[(triton.cdiv(tokens, rows),)](
+    _route_kernel[(tokens,)](
         planes, logits, bias, weights, ids, tokens, experts, planes.stride(1), PLANES=count,
-        **constants, ROWS=rows, PDL=pdl, num_warps=1 if slots <= 256 else 4, **_SAME_BITS,
+        **constants, PDL=pdl, num_warps=1 if slots <= 512 else 4, **_SAME_BITS,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
@@ -511,26 +676,31 @@ def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, ren
     if tokens == 0:
         return weights, ids, logits
     config = tuning.lookup(x.device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
-    block_t, split_grid = config["block_t"], config["split_grid"]
-    blocks_e, blocks_t = triton.cdiv(experts, _BLOCK_E), triton.cdiv(tokens, block_t)
+    block_e, block_t, split_grid = config["block_e"], config["block_t"], config["split_grid"]
+    blocks_e, blocks_t = triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t)
     counters = _counters.get(x.device) if config["fused"] and blocks_t <= _COUNTERS else None
     fused = counters is not None
     splits, share = shares(experts, hidden)
+    even_k = hidden == splits * share
     planes = logits.unsqueeze(0)
     if split_grid and splits > 1:
         planes = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     constants = _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize)
     rows = _fused_rows(tokens, constants["GROUPS_P2"] * constants["GROUP_P2"], block_t) if fused else 1
     pdl = supports_pdl(x.device)
+    aligned = gate_weight.data_ptr() % 16 == 0 and gate_weight.stride(0) * gate_weight.element_size() % 16 == 0
     with torch.cuda.device_of(x):
         _logits_kernel[(blocks_e, blocks_t, len(planes))](
             x, gate_weight, bias, planes, logits, weights, ids, counters,
             tokens, hidden, experts, x.stride(0), gate_weight.stride(0),
-            SPLITS=splits, SHARE=share, SPLIT_GRID=len(planes) > 1, FUSED=fused,
+            SPLITS=splits, SHARE=share, QUARTER=share // _QUARTERS,
+            SPLIT_GRID=split_grid, ABREAST=split_grid and config["abreast"], FUSED=fused,
             X_PIECES=PIECES[x.dtype], W_PIECES=PIECES[gate_weight.dtype], **constants, ROWS=rows,
-            BLOCK_E=_BLOCK_E, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, EVEN_K=hidden % _BLOCK_K == 0,
+            BLOCK_E=block_e, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, EVEN_K=even_k,
             MMA=tl.float32 if _INTERPRETED else tl.bfloat16,  # the interpreter multiplies the bit patterns of bf16
-            PDL=pdl, num_warps=config["warps"], num_stages=config["stages"], **_SAME_BITS,
+            PDL=pdl, AHEAD=pdl and config["ahead"] and split_grid and even_k and aligned,
+            num_warps=config["warps"], num_stages=config["stages"], **_SAME_BITS,
+            **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
         if not fused:
             _launch_route(planes, logits, bias, constants, weights, ids, pdl)
@@ -594,9 +764,9 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, ...]:
     """Router of one layer: logits in fp32, scores, and the experts of each token. See the head of this file.
 
-    One launch for a few tokens (the last program to finish with a block of tokens chooses their experts), else two.
-    Nothing is copied, and nothing allocated but results and partial sums. The first call on a device should not be
-    inside a graph capture: it would work, in two launches.
+    Two launches, or one where the device's table says so: then the last program to finish with a block of tokens
+    chooses their experts, except in a first call on a device that is captured into a graph. Nothing is copied, and
+    nothing allocated but results and partial sums.
 
     Args:
         x: ``(T, H)`` bf16, fp16 or fp32, innermost stride 1; T may be 0.

@@ -1,7 +1,11 @@
 """The router: exact products, exact ties, groups, and bits that do not depend on the batch."""
 
+import json
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from beam_moe.kernels import router, tuning
 from beam_moe.kernels.router import grouped_topk, grouped_topk_reference, route, route_reference
@@ -35,6 +39,9 @@ def check_choice(logits, bias, weights, ids, **options):
         pytest.param(8, 8, 8, 8, True, "sigmoid", id="all-experts-groups-of-one"),
         pytest.param(8, 3, 8, 4, True, "sigmoid", id="groups-of-one"),
         pytest.param(1, 1, None, None, False, "softmax", id="one-expert"),
+        pytest.param(120, 16, 40, 9, True, "sigmoid", id="forty-groups-of-three-top-16"),
+        pytest.param(66, 7, 33, 4, False, "softmax", id="33-groups-no-bias"),
+        pytest.param(96, 16, 6, 2, True, "softmax", id="six-groups-top-16-softmax-bias"),
     ],
 )
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -57,13 +64,16 @@ def test_equal_logits_go_to_the_lowest_ids(device):
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3
     _, ids = route(logits, torch.zeros(48, device=device), top_k=5, n_group=6, topk_group=2)
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3  # groups tie too
+    _, ids = route(torch.zeros(2, 96, device=device), top_k=5, n_group=48, topk_group=3)
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_ties_among_few_values(device):
     """Five distinct logits over 96 experts: nearly every place is decided by the id."""
     logits = torch.randint(-2, 3, (6, 96)).float().to(device)
     bias = (torch.randint(0, 3, (96,)) * 0.25).to(device)
-    for options in ({"top_k": 12}, {"top_k": 6, "n_group": 8, "topk_group": 3}):
+    groups = ({"n_group": 8, "topk_group": 3}, {"n_group": 48, "topk_group": 5})
+    for options in ({"top_k": 12}, *({"top_k": 6, **g} for g in groups)):
         check_choice(logits, None, *route(logits, top_k=12), top_k=12)
         check_choice(logits, bias, *route(logits, bias, **options), **options)
 
@@ -74,6 +84,13 @@ def test_saturated_scores_tie(device):
     weights, ids = route(logits, top_k=8, renormalize=False)
     assert ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert weights.tolist() == [[1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.0]]
+
+
+def test_a_group_whose_two_best_are_equal(device):
+    """Both count: 2 x 0.5 beats 0.62 + 0.27, and 0.5 + 0.5 ties with 0.5 + 0.5."""
+    logits = torch.tensor([[0.5, -1.0, 0.0, 0.0, 0.0, 0.0]], device=device)
+    _, ids = route(logits, torch.zeros(6, device=device), top_k=2, n_group=3, topk_group=1)
+    assert ids.tolist() == [[2, 3]]
 
 
 def test_groups_are_judged_by_two_best_only_with_a_bias(device):
@@ -154,33 +171,117 @@ def test_weights_are_not_rounded(device):
     assert torch.equal(logits[0], weight[:, 5])
 
 
+def launch(block_e=16, block_t=16, abreast=False, split_grid=True, fused=False, ahead=True, warps=4, stages=2):
+    return {
+        "block_e": block_e, "block_t": block_t, "abreast": abreast, "split_grid": split_grid, "fused": fused,
+        "ahead": ahead, "warps": warps, "stages": stages,
+    }  # fmt: skip
+
+
+@triton.jit
+def _cut_kernel(v_ptr, pieces_ptr, N: tl.constexpr, MMA: tl.constexpr):
+    offs = tl.arange(0, N)
+    first, second, third = router._pieces(tl.load(v_ptr + offs), 3, MMA)
+    tl.store(pieces_ptr + offs, first.to(tl.float32))
+    tl.store(pieces_ptr + N + offs, second.to(tl.float32))
+    tl.store(pieces_ptr + 2 * N + offs, third.to(tl.float32))
+
+
+@pytest.mark.parametrize("mma", [tl.bfloat16, tl.float32], ids=str)
+def test_pieces_hold_every_bit(mma, device):
+    """Of normal numbers whose last bit is normal too: the tensor core takes and the sum keeps nothing smaller."""
+    bits = torch.randint(0, 2**31 - 1, (1024,), dtype=torch.int32)
+    bits[::7] |= 0xFFFF  # what rounding would carry upwards
+    v = bits.view(torch.float32) * torch.randint(-1, 2, (1024,)).clamp(min=-1)
+    v = torch.where(v.isfinite() & (v.abs() > 2.0**-100), v, 1.0).to(device)
+    pieces = torch.empty(3, 1024, device=device)
+    _cut_kernel[(1,)](v, pieces, 1024, mma)
+    assert torch.equal(pieces.double().sum(0), v.double())
+    assert torch.equal(pieces.bfloat16().float(), pieces)
+
+
 LAUNCHES = {
-    "one-launch": {"block_t": 16, "fused": True, "split_grid": True, "warps": 4, "stages": 2},
-    "one-launch-no-shares": {"block_t": 16, "fused": True, "split_grid": False, "warps": 4, "stages": 2},
-    "two-launches": {"block_t": 32, "fused": False, "split_grid": True, "warps": 4, "stages": 2},
-    "prefill": {"block_t": 64, "fused": False, "split_grid": False, "warps": 4, "stages": 2},
+    "abreast": launch(block_t=8, abreast=True, stages=6),
+    "abreast-not-ahead": launch(block_e=32, block_t=16, abreast=True, ahead=False),
+    "one-launch": launch(block_t=8, abreast=True, fused=True),
+    "one-launch-in-turn": launch(fused=True),
+    "one-launch-no-shares": launch(split_grid=False, fused=True),
+    "two-launches": launch(block_t=32),
+    "prefill": launch(block_e=32, block_t=64, split_grid=False),
 }
 
 
-def test_bits_depend_on_neither_launch_nor_batch(device):
-    """The same row in every launch form, at several token counts and places in the batch."""
-    x = random(35, 300, device=device, dtype=torch.bfloat16)
-    weight, bias = random(48, 300, device=device, scale=0.06), random(48, device=device, scale=0.1)
+CASES = {
+    "groups": (35, 300, 48, torch.bfloat16, {"top_k": 4, "n_group": 4, "topk_group": 2}),
+    "top-16-of-60": (9, 256, 60, torch.float16, {"top_k": 16, "n_group": 5, "topk_group": 3}),
+    "softmax": (17, 140, 40, torch.float32, {"top_k": 5, "scoring": "softmax"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_depend_on_neither_launch_nor_batch(case, device):
+    """The same row in every launch form, at several token counts and places in the batch; ties are many."""
+    tokens, hidden, experts, x_dtype, options = CASES[case]
+    x = random(tokens, hidden, device=device, dtype=x_dtype)
+    weight, bias = random(experts, hidden, device=device, scale=0.06), random(experts, device=device, scale=0.1)
     if (
         device.type == "cpu"
     ):  # the interpreter's products are BLAS's, in an order of their own: take sums without rounding
-        x, weight = torch.randint_like(x, -8, 9), torch.randint_like(weight, -64, 65) / 128
-    options = {"top_k": 4, "n_group": 4, "topk_group": 2, "return_logits": True}
-    assert router.shares(48, 300)[0] > 2
+        x, weight = torch.randint_like(x, -8, 9), torch.randint_like(weight, -64, 65) / 1024
+    x[3], weight[experts // 2] = 0.0, weight[1]
+    bias[experts // 2] = bias[1]
+    options = {**options, "return_logits": True}
+    splits, share = router.shares(experts, hidden)
+    assert splits > 1 and splits * share >= hidden
     seen = []
     for config in LAUNCHES.values():
         with tuning.override(router.OP, config):
             seen.append(grouped_topk(x, weight, bias, **options))
-            alone = grouped_topk(x[20:21], weight, bias, **options)
-            assert all(torch.equal(a[0], b[20]) for a, b in zip(alone, seen[-1]))
+            alone = grouped_topk(x[tokens - 3 : tokens - 2], weight, bias, **options)
+            assert all(torch.equal(a[0], b[tokens - 3]) for a, b in zip(alone, seen[-1]))
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
+    weights, ids, logits = seen[0]
+    assert_close("logits", (x.double() @ weight.double().T).float(), logits, F32_LIMIT)
+    options.pop("return_logits")
+    check_choice(logits, bias, weights, ids, **options)
     assert not any(counters.any() for counters in router._counters.sets.values())  # ready for the next launch
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden"), [(256, 5120), (128, 2048), (60, 200), (1, 7), (1024, 5120), (512, 7168)]
+)
+def test_shares_cover_h(experts, hidden):
+    splits, share = router.shares(experts, hidden)
+    assert (splits - 1) * share < hidden <= splits * share and share % 128 == 0
+
+
+@pytest.mark.parametrize("path", sorted(tuning.CONFIGS.glob("*/router.json")), ids=lambda p: p.parent.name)
+def test_tables_keep_the_order_of_sums(path):
+    for entry in json.loads(path.read_text())["entries"]:
+        assert entry["config"].keys() == router.heuristic(1).keys() and entry["config"]["block_e"] in router.BLOCK_E
+
+
+def test_weights_are_asked_for_ahead_only_where_whole_rows_of_a_share_can_be(device, monkeypatch):
+    """The bulk request has a fixed, aligned length and must not leave the tensor."""
+    launched: list = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(constants)
+
+    monkeypatch.setattr(router, "_logits_kernel", Recorder())
+    monkeypatch.setattr(router, "_route_kernel", Recorder())
+    monkeypatch.setattr(router, "supports_pdl", lambda device: True)
+    pool = torch.zeros(17 * 512 + 64, device=device)
+    x = torch.zeros(1, 512, device=device)
+    whole, shifted = pool[: 16 * 512].view(16, 512), pool[1 : 1 + 16 * 512].view(16, 512)
+    strided = pool[: 16 * 513].view(16, 513)[:, :512]
+    for args in ((x, whole), (x, shifted), (x, strided), (x[:, :500], whole[:, :500])):
+        grouped_topk(*args, top_k=2)
+    firsts, seconds = launched[::2], launched[1::2]
+    assert [c["AHEAD"] for c in firsts] == [True, False, False, False]
+    assert all(c["PDL"] and c["launch_pdl"] for c in firsts + seconds)
 
 
 def test_one_launch_needs_its_counters(device, monkeypatch):
@@ -344,5 +445,5 @@ def test_launch_form_tells_what_compiles(monkeypatch):
         grouped_topk(torch.zeros(tokens, 32), weight, top_k=2, n_group=4, topk_group=2)
         form = module.launch_form(weight.device, tokens, 64, 32, n_group=4)
         forms.setdefault(form, set()).add(tuple(launched))
-    assert len(forms) == 7 and all(len(v) == 1 for v in forms.values())
+    assert len(forms) == 4 and all(len(v) == 1 for v in forms.values())
     assert len(set.union(*forms.values())) == len(forms)
