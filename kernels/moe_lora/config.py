@@ -35,7 +35,6 @@ class MoEConfig:
     up_block_k: int = 128
     up_warps: int = 4
     up_stages: int = 4
-    up_tma: bool = False  # a dense W13 comes by a TMA descriptor where it can have one, as MXFP8 codes always do
     splits: int = 4  # shares of the hidden axis in the first product
     act_block_i: int = 64
     act_warps: int = 4
@@ -185,7 +184,6 @@ _DENSE: _Groups = (
         ),
     ),
     (("lag",), ((2,), (4,), (6,), (8,), (12,), (16,), (24,), (32,))),
-    (("up_tma",), ((False,), (True,))),
     (("splits", "up_stages"), ((3, 3), (4, 3), (5, 3))),  # more programs need room for more of them
     (
         ("up_block_n", "up_block_k", "up_warps", "up_stages"),

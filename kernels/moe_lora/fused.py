@@ -39,7 +39,7 @@ from beam_moe.kernels.moe_lora.mxfp8 import operand
 from beam_moe.kernels.moe_lora.plan import build_plan
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
-from beam_moe.kernels.mxfp8.gemm import _stack_descriptor, scales_ahead
+from beam_moe.kernels.mxfp8.gemm import scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
@@ -216,8 +216,6 @@ def _run(
         down_base = down.constants | {"NORMALIZED": bf16}
     else:
         up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]
-        if cfg.up_tma and (described := _stack_descriptor(w13, cfg.up_block_n, cfg.up_block_k)) is not None:
-            up_w, up_base = described, {"W_TMA": True}
 
     if cfg.rows == "plan" or images:
         build_plan(

@@ -30,24 +30,18 @@ from beam_moe.kernels.moe_lora.pipeline import (
 
 @triton.jit
 def _rows_times_x(
-    w, first_row, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+    w, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, MASK_ROWS: tl.constexpr,
-    W_TMA: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last.
-
-    The rows are those of a descriptor from ``first_row`` on (W_TMA), or of a pointer at ``row_offsets``.
-    """
+    """fp32 (BLOCK_N, BLOCK_M): weight rows at ``row_offsets`` times x rows over k_first..k_last."""
     offs_k = k_first + tl.arange(0, BLOCK_K)
-    if not W_TMA:
-        w_ptrs = w + row_offsets[:, None] + offs_k[None, :]
+    w_ptrs = w + row_offsets[:, None] + offs_k[None, :]
     x_ptrs = x_ptr + x_offsets[:, None] + offs_k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in tl.range(k_first, k_last, BLOCK_K, num_stages=STAGES):
         mask_k = k + tl.arange(0, BLOCK_K) < H
-        if W_TMA:
-            tile = w.load([first_row, k])
-        elif EVEN_K and not MASK_ROWS:
+        if EVEN_K and not MASK_ROWS:
             tile = tl.load(w_ptrs)
         elif EVEN_K:
             tile = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
@@ -58,8 +52,7 @@ def _rows_times_x(
         else:
             x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         acc = dot(tile, tl.trans(x), acc, INTERPRETED)
-        if not W_TMA:
-            w_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
     return acc
 
@@ -84,9 +77,9 @@ def _adapter_tile(
             mask_n = (n < NA * RANK) & (r < live_rank(ranks_ptr, enabled_ptr, slot, RANK))
             if tl.sum(mask_n.to(tl.int32), 0) > 0:
                 acc = _rows_times_x(
-                    a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae, 0,
+                    a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
                     a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, False, STAGES, INTERPRETED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, STAGES, INTERPRETED,
                 )  # fmt: skip
                 tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
 
@@ -156,10 +149,9 @@ def gate_up_unit(
                     )  # fmt: skip
                 else:
                     acc = _rows_times_x(
-                        w13_ptr if W_TMA else w13_ptr + expert.to(tl.int64) * stride_we, expert * N + tile * BLOCK_N,
-                        n.to(tl.int64) * stride_wn, n < N, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, W_TMA, STAGES,
-                        INTERPRETED,
+                        w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N, x_ptr, x_offsets,
+                        mask_m, k_first, k_last, H,
+                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, STAGES, INTERPRETED,
                     )  # fmt: skip
                 out = gu_ptr + row[:, None] * N + n[None, :]
                 tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
@@ -210,7 +202,7 @@ def _gate_up_kernel(
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
-    W_TMA: tl.constexpr = False,  # w13_ptr is a descriptor of (E * 2I, H)
+    W_TMA: tl.constexpr = False,  # w13_ptr is a descriptor of (E * 2I, H) codes
     xn_ptr=None,  # (T, H) fp16: what follows is there under an MXFP8 base
     x_words_ptr=None,  # (T,)
     scales_ptr=None,  # (E, 2I, H / 32)

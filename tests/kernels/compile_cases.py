@@ -188,7 +188,7 @@ def moe_lora():
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, shared=True))
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, one_a=True), emap=True)
     joined = MoEConfig(rows="plan", lag=8, splits=2, up_stages=3, down_block_n=64, down_stages=3)
-    for config in (joined, replace(joined, up_tma=True, down_whole=True, down_stages=2, down_tiles=4)):
+    for config in (joined, replace(joined, down_whole=True, down_stages=2, down_tiles=4)):
         layer(16, *beam, config=config)
         layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), config=config)
         layer(16, *beam, lora=bank(4, 256, 32, 5120, 320, shared=True), emap=True, config=config)
@@ -267,6 +267,7 @@ def mxfp8():
                 gemm(a, ready, config=GemmConfig("fp16", max(8, rows), 32, 256, 2, 2, 3))
         gemm(empty(rows, 384), col.mT)
     gemm(empty(5, 512, dtype=torch.float16), ready, bias=empty(384))
+    gemm(empty(16, 512), row, config=GemmConfig("stream", 16, 128, 128, 4, 8, 2, True))
     experts, experts_ready = q.quantize(empty(3, 384, 512)), prepare(q.quantize(empty(3, 384, 512)))
     for rows in (8, 256):
         for weights in (experts, experts_ready):
