@@ -6,8 +6,43 @@ import torch
 
 from beam_moe import env
 
+ARRIVAL_COUNTERS = 256  # of one set
+
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether launches on ``device`` may start before the one before them is through (sm_90 and newer)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and env.flag("PDL")
+
+
+class ArrivalCounters:
+    """For launches whose programs count their arrivals, so that the last of a group finishes the group's work.
+
+    A set is int32 ``(ARRIVAL_COUNTERS,)``, zeroed once and left zero by every launch; each stream has its own. Graphs
+    captured on one stream share a set: like everything that shares a workspace, replay them one after another. A
+    capture cannot zero memory once and for all, so sets for streams first met in a capture are made in advance. Nothing
+    else writes them and no program waits for one, so that none can hang.
+    """
+
+    SPARE = 8
+
+    def __init__(self):
+        self.sets: dict[tuple, torch.Tensor] = {}
+        self.spare: dict[torch.device, list[torch.Tensor]] = {}
+
+    def get(self, device: torch.device) -> torch.Tensor | None:
+        """This stream's set, or None where the first call on a device is being captured."""
+        cuda = device.type == "cuda"
+        key = (device, torch.cuda.current_stream(device).cuda_stream if cuda else 0)
+        if key in self.sets:
+            return self.sets[key]
+        spare = self.spare.setdefault(device, [])
+        if cuda and torch.cuda.is_current_stream_capturing():
+            if not spare:
+                return None
+        elif len(spare) < 2:
+            spare.extend(torch.zeros((self.SPARE, ARRIVAL_COUNTERS), dtype=torch.int32, device=device).unbind())
+            if cuda:
+                torch.cuda.current_stream(device).synchronize()  # once a process: other streams will use these too
+        self.sets[key] = spare.pop()
+        return self.sets[key]

@@ -40,6 +40,8 @@ import triton.language as tl
 
 from beam_moe.kernels import tuning
 from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
+from beam_moe.kernels.launch import ARRIVAL_COUNTERS as _COUNTERS
+from beam_moe.kernels.launch import ArrivalCounters as _Counters
 from beam_moe.kernels.launch import supports_pdl
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows
 from beam_moe.kernels.mxfp8.format import (
@@ -52,7 +54,6 @@ from beam_moe.kernels.mxfp8.format import (
 )
 from beam_moe.kernels.mxfp8.quantize import _soft, _store_values, _swizzled, dequantize
 from beam_moe.kernels.mxfp8.tile import ask_for_rows, finished_product, rows_within, tile_place
-from beam_moe.kernels.router import _COUNTERS, _Counters
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUTES = ("bf16", "fp16", "stream", "dequantize", "native")
