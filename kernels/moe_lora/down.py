@@ -25,6 +25,7 @@ from beam_moe.kernels.moe_lora.mxfp8 import (
 )
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
+    ask_for,
     dot,
     dot_fp32,
     let_next_start,
@@ -182,6 +183,7 @@ def down_unit(
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se,
     stride_sn, BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr,
     W_TMA: tl.constexpr, STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr,
+    ASK: tl.constexpr,
 ):  # fmt: skip
     """Program ``part`` of a block of pairs, once the programs before it (JOINED: those of its block) are through."""
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
@@ -209,6 +211,13 @@ def down_unit(
         if expert >= 0:
             wait_for_count(counts_ptr + MAX_BLOCKS + block, wanted, INTERPRETED)
     else:
+        if ASK and not INTERPRETED:
+            # nothing reads memory while activate works on a few tokens
+            lines = tl.arange(0, triton.next_power_of_2((I + 63) // 64)) * 64
+            for i in tl.static_range(TILES_PER_PROGRAM):
+                row = (first_tile + i) * BLOCK_N + offs_n
+                asked = w2_ptr + e * stride_we + row.to(tl.int64)[:, None] * stride_wn + lines[None, :]
+                ask_for(asked, (row < H)[:, None] & (lines < I)[None, :] & (expert >= 0))
         wait_for_previous(PDL)
         let_next_start(PDL)
     if expert >= 0:
@@ -412,6 +421,7 @@ def _down_kernel(
     SOFT: tl.constexpr = False,
     W_TMA: tl.constexpr = False,
     STAGES: tl.constexpr = 3,
+    ASK: tl.constexpr = False,  # for a dense W2 before the wait
 ):
     """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), after the blocks of tokens where experts share B2.
 
@@ -441,5 +451,5 @@ def _down_kernel(
             TILES_PER_PROGRAM=TILES_PER_PROGRAM, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
             INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr, stride_se=stride_se,
             stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT, W_TMA=W_TMA, STAGES=STAGES,
-            counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False,
+            counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, ASK=ASK,
         )  # fmt: skip
