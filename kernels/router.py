@@ -16,9 +16,8 @@ logits are the same bits at every token count and whatever rows share its batch,
 recomputation choose alike.
 
 A few tokens are bound by latency, not by bytes: every program takes one share, a warp each of its quarters, and a
-second launch of one warp a token adds the shares and chooses. Both start early (programmatic dependent launch). Before
-its wait the first one only asks for its weights to be brought into L2: that yields no value, so weights that the launch
-before it has just written are read as written.
+second launch of one warp a token adds the shares and chooses. Both start early (programmatic dependent launch) and read
+nothing before their wait, so weights that the launch before has just written are read as written.
 
 Non-finite input: a NaN or infinity in ``x`` or ``gate_weight`` makes the logits it meets NaN. A NaN choice ranks as
 minus infinity; ids stay distinct and in range, and a NaN weight is handed on. A choice of minus infinity comes last
@@ -49,7 +48,6 @@ BLOCK_E = (16, 32)  # what a table may say: 64 would select another matrix instr
 PROGRAMS = 128  # of 16 experts and one share of H each, at one block of tokens; orders the sums
 _BLOCK_K = 32
 _QUARTERS = 4  # of a share
-_COUNTERS = 256  # int32 of one stream: the arrivals at each token block of one fused launch
 
 
 @triton.jit
@@ -177,27 +175,6 @@ def _shares_in_turn(
 
 
 @triton.jit
-def _bring_share(w_ptr, first_e, E, first, stride_we, BLOCK_E: tl.constexpr, SHARE: tl.constexpr):
-    """Ask for SHARE elements from ``first`` on of BLOCK_E rows of ``w_ptr`` in L2; nothing is read, nothing waits.
-
-    A value that another launch writes meanwhile is not lost: L2 is where all of them meet.
-    """
-    e = tl.minimum(first_e + tl.arange(0, BLOCK_E), E - 1)
-    address = (w_ptr + e.to(tl.int64) * stride_we + first).to(tl.int64)[:, None]
-    length = tl.full((BLOCK_E, 8), SHARE * w_ptr.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
-    # one thread in eight asks for a row: the instruction takes the threads of a warp in turn
-    asks = (tl.arange(0, 8) == 0).to(tl.int32)[None, :]
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred asks;
-        setp.ne.b32 asks, $3, 0;
-        @asks cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""", "=r,l,r,r", [address, length, asks], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _exp(x, LIBDEVICE: tl.constexpr):
     """Within one unit in the last place, as the host's and torch's; the hardware's own is not monotone."""
     if LIBDEVICE:
@@ -251,128 +228,49 @@ def _two_best(best, second, other_best, other_second):
 
 @triton.jit
 def _best_groups(
-    choice, real, ROWS: tl.constexpr, N_GROUP: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    GROUPS_P2: tl.constexpr, HAS_BIAS: tl.constexpr,
+    choice, N_GROUP: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr, GROUPS_P2: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """bool (ROWS, GROUPS_P2): the TOPK_GROUP best groups of ``choice`` (ROWS, GROUPS_P2, GROUP_P2), minus infinity
-    where not ``real``."""
+    """bool (GROUPS_P2,): the TOPK_GROUP best groups of ``choice`` (GROUPS_P2, GROUP_P2), minus infinity where there is
+    no expert."""
     group = tl.arange(0, GROUPS_P2)
     if HAS_BIAS and GROUP > 1:
-        best, second = tl.reduce((choice, tl.full(choice.shape, -float("inf"), tl.float32)), 2, _two_best)
+        best, second = tl.reduce((choice, tl.full(choice.shape, -float("inf"), tl.float32)), 1, _two_best)
         total = best + second
         total = tl.where(total == total, total, -float("inf"))
     else:
-        total = tl.max(choice, 2)
+        total = tl.max(choice, 1)
     if GROUPS_P2 <= 32:  # all places at once: how many are better
-        other, own = total[:, None, :], total[:, :, None]
-        better = (other > own) | ((other == own) & (group[None, None, :] < group[None, :, None]))
-        place = tl.sum(better.to(tl.int32), 2)  # groups that are not there come after those that are, as the last do
-        return (place < TOPK_GROUP) & (group < N_GROUP)[None, :]
+        other, own = total[None, :], total[:, None]
+        better = (other > own) | ((other == own) & (group[None, :] < group[:, None]))
+        place = tl.sum(better.to(tl.int32), 1)  # groups that are not there come after those that are, as the last do
+        return (place < TOPK_GROUP) & (group < N_GROUP)
     else:
         NEVER: tl.constexpr = -(2**31)
-        key = tl.where((group < N_GROUP)[None, :], _order_key(total), NEVER)
-        kept = tl.zeros((ROWS, GROUPS_P2), tl.int32)
+        key = tl.where(group < N_GROUP, _order_key(total), NEVER)
+        kept = tl.zeros((GROUPS_P2,), tl.int32)
         for _ in tl.static_range(TOPK_GROUP):
-            first = tl.min(tl.where(key == tl.max(key, 1)[:, None], group[None, :], GROUPS_P2), 1)
-            kept = tl.where(group[None, :] == first[:, None], 1, kept)
-            key = tl.where(group[None, :] == first[:, None], NEVER, key)
+            first = tl.min(tl.where(key == tl.max(key, 0), group, GROUPS_P2), 0)
+            kept = tl.where(group == first, 1, kept)
+            key = tl.where(group == first, NEVER, key)
         return kept != 0
 
 
 @triton.jit
 def _add_planes(ptrs, plane, mask, other, PLANES: tl.constexpr):
     """fp32 sum of PLANES partial sums ``plane`` elements apart, in their order."""
-    # .cg: other programs of the same launch may have written them
+    # .cg: each is read once
     total = tl.load(ptrs, mask=mask, other=other, cache_modifier=".cg").to(tl.float32)
     for i in tl.static_range(1, PLANES):
         total += tl.load(ptrs + i * plane, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
 
-@triton.jit
-def _choose(
-    in_ptr, plane, stride_in, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, mask_row, E, PLANES: tl.constexpr,
-    TOP_K: tl.constexpr, N_GROUP: tl.constexpr, GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr, EPS: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS_P2: tl.constexpr, GROUP_P2: tl.constexpr, TOP_K_P2: tl.constexpr,
-    LIBDEVICE: tl.constexpr,
-):  # fmt: skip
-    """Score, choose and write ROWS rows of logits, given as PLANES partial sums; of several the sum is written too.
-
-    Slot ``g * GROUP_P2 + j`` of a row is expert ``g * GROUP + j``. Each step takes the largest 32-bit key and the
-    lowest slot that has it: where one warp holds a row each is one instruction, unlike that of a 64-bit key.
-    """
-    SLOTS: tl.constexpr = GROUPS_P2 * GROUP_P2
-    NEVER: tl.constexpr = -(2**31)
-    group = tl.arange(0, GROUPS_P2)
-    within = tl.arange(0, GROUP_P2)
-    expert = group[:, None] * GROUP + within[None, :]  # (GROUPS_P2, GROUP_P2)
-    real = (group[:, None] < N_GROUP) & (within[None, :] < GROUP)
-    mask_logits = mask_row[:, None, None] & real[None, :, :]
-    if HAS_BIAS:  # on its way together with the logits
-        bias = tl.load(bias_ptr + expert, mask=real, other=0.0)[None, :, :]
-    in_row = in_ptr + row.to(tl.int64) * stride_in
-    logits = _add_planes(in_row[:, None, None] + expert[None, :, :], plane, mask_logits, -float("inf"), PLANES)
-    if PLANES > 1:
-        logits_row = logits_ptr + row.to(tl.int64) * E
-        tl.store(logits_row[:, None, None] + expert[None, :, :], logits, mask=mask_logits)
-    row_max = tl.zeros((ROWS,), tl.float32)
-    row_sum = tl.zeros((ROWS,), tl.float32) + 1.0
-    if SOFTMAX:
-        row_max = tl.max(tl.max(logits, 2), 1)
-        row_max = tl.where(row_max > -float("inf"), row_max, 0.0)
-        powers = tl.where(real[None, :, :], _exp(logits - row_max[:, None, None], LIBDEVICE), 0.0)
-        # whole numbers of 2^-40: their sum is exact, whatever the order in which a launch's threads add
-        known = powers == powers
-        whole = (tl.where(known, powers, 0.0) * 2.0**40).to(tl.int64)
-        row_sum = tl.sum(tl.sum(whole, 2), 1).to(tl.float32) * 2.0**-40
-        row_sum = tl.where(tl.min(tl.min(known.to(tl.int32), 2), 1) != 0, row_sum, float("nan"))
-    score = _score(logits, row_max[:, None, None], row_sum[:, None, None], SOFTMAX, LIBDEVICE)
-    choice = score
-    if HAS_BIAS:
-        choice += bias
-    choice = tl.where(real[None, :, :] & (choice == choice), choice, -float("inf"))
-    eligible = real[None, :, :]
-    if TOPK_GROUP < N_GROUP:
-        kept = _best_groups(choice, real, ROWS, N_GROUP, GROUP, TOPK_GROUP, GROUPS_P2, HAS_BIAS)
-        eligible = eligible & kept[:, :, None]
-
-    key = tl.reshape(tl.where(eligible, _order_key(choice), NEVER), (ROWS, SLOTS))
-    score_bits = tl.reshape(score.to(tl.int32, bitcast=True), (ROWS, SLOTS))
-    slot = tl.arange(0, SLOTS)[None, :]
-    k = tl.arange(0, TOP_K_P2)
-    ids = tl.zeros((ROWS, TOP_K_P2), tl.int32)
-    weights = tl.zeros((ROWS, TOP_K_P2), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for i in tl.static_range(TOP_K):
-        best = tl.max(key, 1)
-        best_slot = tl.min(tl.where(key == best[:, None], slot, SLOTS), 1)
-        taken = slot == best_slot[:, None]
-        key = tl.where(taken, NEVER, key)
-        weight = tl.max(tl.where(taken, score_bits, NEVER), 1).to(tl.float32, bitcast=True)
-        total += weight
-        best_expert = (best_slot // GROUP_P2) * GROUP + best_slot % GROUP_P2
-        ids = tl.where((k == i)[None, :], best_expert[:, None], ids)
-        weights = tl.where((k == i)[None, :], weight[:, None], weights)
-    if RENORMALIZE:
-        total += EPS
-        weights = _divide(weights, total[:, None], tl.div_rn(tl.zeros_like(total) + 1.0, total)[:, None])
-    mask = mask_row[:, None] & (k < TOP_K)[None, :]
-    out = row.to(tl.int64)[:, None] * TOP_K + k[None, :]
-    tl.store(weights_ptr + out, weights, mask=mask)
-    tl.store(ids_ptr + out, ids, mask=mask)
-
-
 @triton.jit(do_not_specialize=["T"])
 def _logits_kernel(
     x_ptr,  # (T, H)
     w_ptr,  # (E, H)
-    bias_ptr,  # (E,)
     planes_ptr,  # (SPLITS or 1, T, E)
-    logits_ptr,  # (T, E), the same as planes_ptr where that is one plane
-    weights_ptr,  # (T, TOP_K)
-    ids_ptr,  # (T, TOP_K)
-    counter_ptr,  # (token blocks,), zero before and after
     T,
     H,
     E,
@@ -383,39 +281,19 @@ def _logits_kernel(
     QUARTER: tl.constexpr,  # of a share, a multiple of BLOCK_K
     SPLIT_GRID: tl.constexpr,  # the shares are programs of their own, each with a plane of results
     ABREAST: tl.constexpr,  # a share's quarters side by side
-    FUSED: tl.constexpr,  # the last program of a token block adds the planes and chooses the experts
     X_PIECES: tl.constexpr,
     W_PIECES: tl.constexpr,
-    TOP_K: tl.constexpr,
-    N_GROUP: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOPK_GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS_P2: tl.constexpr,
-    GROUP_P2: tl.constexpr,
-    TOP_K_P2: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     MMA: tl.constexpr,
-    LIBDEVICE: tl.constexpr,
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,  # the weights are on their way to L2 before the launch before this one has finished
 ):
     """Grid (expert blocks, token blocks, SPLITS or 1)."""
     if PDL:
-        if not FUSED:
-            gdc_launch_dependents()  # `_route_kernel` waits for this one's end, and thus for what this one waits for
-        if AHEAD and tl.program_id(1) == 0:
-            _bring_share(w_ptr, tl.program_id(0) * BLOCK_E, E, tl.program_id(2) * SHARE, stride_we, BLOCK_E, SHARE)
+        gdc_launch_dependents()  # `_route_kernel` waits for this one's end, and thus for what this one waits for
         gdc_wait()
-        if FUSED:
-            gdc_launch_dependents()
     block_e = tl.program_id(0)
     block_t = tl.program_id(1)
     e = block_e * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -446,20 +324,6 @@ def _logits_kernel(
         )  # fmt: skip
         tl.store(planes_ptr + offs, total, mask=mask)
 
-    if FUSED:
-        counter = counter_ptr + block_t
-        tl.debug_barrier()  # every thread's stores come before the release of the one that counts
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-        if arrived == tl.num_programs(0) * tl.num_programs(2) - 1:
-            tl.store(counter, 0)
-            for start in range(0, tl.minimum(BLOCK_T, T - block_t * BLOCK_T), ROWS):
-                row = block_t * BLOCK_T + start + tl.arange(0, ROWS)
-                _choose(
-                    planes_ptr, plane, E, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E,
-                    SPLITS if SPLIT_GRID else 1, TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
-                    ROWS, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
-                )  # fmt: skip
-
 
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
@@ -486,16 +350,66 @@ def _route_kernel(
     LIBDEVICE: tl.constexpr,
     PDL: tl.constexpr,  # started while the logits are still being made
 ):
-    """Grid (T,)."""
+    """Grid (T,): score and choose one row of logits, given as PLANES partial sums; of several the sum is written too.
+
+    Slot ``g * GROUP_P2 + j`` is expert ``g * GROUP + j``. Each step takes the largest 32-bit key and the lowest slot
+    that has it: where one warp holds a row each is one instruction, unlike that of a 64-bit key.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # few programs run here: the next launch finds its place beside them
-    row = tl.program_id(0) + tl.arange(0, 1)
-    _choose(
-        planes_ptr, tl.cast(T, tl.int64) * E, stride_pt, logits_ptr, bias_ptr, weights_ptr, ids_ptr, row, row < T, E,
-        PLANES, TOP_K, N_GROUP, GROUP, TOPK_GROUP, HAS_BIAS, SOFTMAX, RENORMALIZE, EPS,
-        1, GROUPS_P2, GROUP_P2, TOP_K_P2, LIBDEVICE,
-    )  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    SLOTS: tl.constexpr = GROUPS_P2 * GROUP_P2
+    NEVER: tl.constexpr = -(2**31)
+    group = tl.arange(0, GROUPS_P2)
+    within = tl.arange(0, GROUP_P2)
+    expert = group[:, None] * GROUP + within[None, :]  # (GROUPS_P2, GROUP_P2)
+    real = (group[:, None] < N_GROUP) & (within[None, :] < GROUP)
+    if HAS_BIAS:  # on its way together with the logits
+        bias = tl.load(bias_ptr + expert, mask=real, other=0.0)
+    logits = _add_planes(planes_ptr + row * stride_pt + expert, tl.cast(T, tl.int64) * E, real, -float("inf"), PLANES)
+    if PLANES > 1:
+        tl.store(logits_ptr + row * E + expert, logits, mask=real)
+    row_max = 0.0
+    row_sum = 1.0
+    if SOFTMAX:
+        row_max = tl.max(logits)
+        row_max = tl.where(row_max > -float("inf"), row_max, 0.0)
+        powers = tl.where(real, _exp(logits - row_max, LIBDEVICE), 0.0)
+        # whole numbers of 2^-40: their sum is exact, whatever the order in which a launch's threads add
+        known = powers == powers
+        whole = (tl.where(known, powers, 0.0) * 2.0**40).to(tl.int64)
+        row_sum = tl.sum(whole).to(tl.float32) * 2.0**-40
+        row_sum = tl.where(tl.min(known.to(tl.int32)) != 0, row_sum, float("nan"))
+    score = _score(logits, row_max, row_sum, SOFTMAX, LIBDEVICE)
+    choice = score
+    if HAS_BIAS:
+        choice += bias
+    choice = tl.where(real & (choice == choice), choice, -float("inf"))
+    eligible = real
+    if TOPK_GROUP < N_GROUP:
+        eligible = eligible & _best_groups(choice, N_GROUP, GROUP, TOPK_GROUP, GROUPS_P2, HAS_BIAS)[:, None]
+
+    key = tl.reshape(tl.where(eligible, _order_key(choice), NEVER), (SLOTS,))
+    score_bits = tl.reshape(score.to(tl.int32, bitcast=True), (SLOTS,))
+    slot = tl.arange(0, SLOTS)
+    k = tl.arange(0, TOP_K_P2)
+    ids = tl.zeros((TOP_K_P2,), tl.int32)
+    weights = tl.zeros((TOP_K_P2,), tl.float32)
+    total = 0.0
+    for i in tl.static_range(TOP_K):
+        best_slot = tl.min(tl.where(key == tl.max(key, 0), slot, SLOTS), 0)
+        taken = slot == best_slot
+        key = tl.where(taken, NEVER, key)
+        weight = tl.max(tl.where(taken, score_bits, NEVER), 0).to(tl.float32, bitcast=True)
+        total += weight
+        ids = tl.where(k == i, (best_slot // GROUP_P2) * GROUP + best_slot % GROUP_P2, ids)
+        weights = tl.where(k == i, weight, weights)
+    if RENORMALIZE:
+        total += EPS
+        weights = _divide(weights, total, tl.div_rn(1.0, total))
+    tl.store(weights_ptr + row * TOP_K + k, weights, mask=k < TOP_K)
+    tl.store(ids_ptr + row * TOP_K + k, ids, mask=k < TOP_K)
 
 
 _INTERPRETED = isinstance(_route_kernel, InterpretedFunction)
@@ -590,69 +504,26 @@ def heuristic(tokens: int) -> dict:
     """Launch parameters without a table; none of them changes a bit of the result.
 
     ``block_e`` experts and ``block_t`` tokens of one program; ``split_grid``: it takes one share of H, whose quarters
-    go ``abreast``; ``fused``: in one launch; ``ahead``: the weights are asked for before the wait; ``warps``,
-    ``stages``: Triton's.
+    go ``abreast``; ``warps``, ``stages``: Triton's.
     """
     if tokens <= 64:
         block_t = 8 if tokens <= 8 else 16
-        return {
-            "block_e": 16, "block_t": block_t, "abreast": True, "split_grid": True, "fused": False, "ahead": True,
-            "warps": 4, "stages": 6,
-        }  # fmt: skip
+        return {"block_e": 16, "block_t": block_t, "abreast": True, "split_grid": True, "warps": 4, "stages": 6}
     few = tokens <= 1024
     return {
         "block_e": 16 if few else 32, "block_t": 64 if few else 128, "abreast": False, "split_grid": few,
-        "fused": False, "ahead": False, "warps": 4, "stages": 4,
+        "warps": 4, "stages": 4,
     }  # fmt: skip
 
 
+def _launch_config(device: torch.device, tokens: int, experts: int, hidden: int) -> dict:
+    return tuning.lookup(device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
+
+
 def launch_form(device: torch.device, tokens: int, experts: int, hidden: int, n_group: int = 1) -> tuple:
-    """What a `grouped_topk` call of this size compiles: equal for two sizes that launch the same kernels."""
-    config = tuning.lookup(device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
-    fused = config["fused"] and triton.cdiv(tokens, config["block_t"]) <= _COUNTERS
-    slots = triton.next_power_of_2(n_group) * triton.next_power_of_2(experts // n_group)
-    rows = _fused_rows(tokens, slots, config["block_t"]) if fused else 1
-    return (*sorted({**config, "fused": fused}.items()), rows)
-
-
-def _fused_rows(tokens: int, slots: int, block_t: int) -> int:
-    """Rows that the last program of a token block takes at once: no more than there are."""
-    return max(1, min(block_t, triton.next_power_of_2(tokens), 4096 // slots))
-
-
-class _Counters:
-    """Arrival counters of the fused launch: zeroed once, left zero by every launch, one set for each stream.
-
-    Graphs captured on one stream share a set: like everything that shares a workspace, replay them one after another.
-    A capture cannot zero memory once and for all, so sets for streams first met in a capture are made in advance.
-    Nothing else writes them and no program waits for one, so that none can hang.
-    """
-
-    SPARE = 8
-
-    def __init__(self):
-        self.sets: dict[tuple, torch.Tensor] = {}
-        self.spare: dict[torch.device, list[torch.Tensor]] = {}
-
-    def get(self, device: torch.device) -> torch.Tensor | None:
-        """This stream's set, or None where the first call on a device is being captured."""
-        cuda = device.type == "cuda"
-        key = (device, torch.cuda.current_stream(device).cuda_stream if cuda else 0)
-        if key in self.sets:
-            return self.sets[key]
-        spare = self.spare.setdefault(device, [])
-        if cuda and torch.cuda.is_current_stream_capturing():
-            if not spare:
-                return None
-        elif len(spare) < 2:
-            spare.extend(torch.zeros((self.SPARE, _COUNTERS), dtype=torch.int32, device=device).unbind())
-            if cuda:
-                torch.cuda.current_stream(device).synchronize()  # once a process: other streams will use these too
-        self.sets[key] = spare.pop()
-        return self.sets[key]
-
-
-_counters = _Counters()
+    """What a `grouped_topk` call of this size compiles: equal for two sizes that launch the same kernels, whatever
+    ``n_group``."""
+    return tuple(sorted(_launch_config(device, tokens, experts, hidden).items()))
 
 
 def _launch_route(planes, logits, bias, constants, weights, ids, pdl=False) -> None:
@@ -675,35 +546,26 @@ def _grouped_topk(x, gate_weight, bias, top_k, n_group, topk_group, scoring, ren
     logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
     if tokens == 0:
         return weights, ids, logits
-    config = tuning.lookup(x.device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
+    config = _launch_config(x.device, tokens, experts, hidden)
     block_e, block_t, split_grid = config["block_e"], config["block_t"], config["split_grid"]
-    blocks_e, blocks_t = triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t)
-    counters = _counters.get(x.device) if config["fused"] and blocks_t <= _COUNTERS else None
-    fused = counters is not None
     splits, share = shares(experts, hidden)
-    even_k = hidden == splits * share
     planes = logits.unsqueeze(0)
     if split_grid and splits > 1:
         planes = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
     constants = _choice_constants(experts, bias, top_k, n_group, topk_group, scoring, renormalize)
-    rows = _fused_rows(tokens, constants["GROUPS_P2"] * constants["GROUP_P2"], block_t) if fused else 1
     pdl = supports_pdl(x.device)
-    aligned = gate_weight.data_ptr() % 16 == 0 and gate_weight.stride(0) * gate_weight.element_size() % 16 == 0
     with torch.cuda.device_of(x):
-        _logits_kernel[(blocks_e, blocks_t, len(planes))](
-            x, gate_weight, bias, planes, logits, weights, ids, counters,
-            tokens, hidden, experts, x.stride(0), gate_weight.stride(0),
+        _logits_kernel[(triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t), len(planes))](
+            x, gate_weight, planes, tokens, hidden, experts, x.stride(0), gate_weight.stride(0),
             SPLITS=splits, SHARE=share, QUARTER=share // _QUARTERS,
-            SPLIT_GRID=split_grid, ABREAST=split_grid and config["abreast"], FUSED=fused,
-            X_PIECES=PIECES[x.dtype], W_PIECES=PIECES[gate_weight.dtype], **constants, ROWS=rows,
-            BLOCK_E=block_e, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, EVEN_K=even_k,
+            SPLIT_GRID=split_grid, ABREAST=split_grid and config["abreast"],
+            X_PIECES=PIECES[x.dtype], W_PIECES=PIECES[gate_weight.dtype],
+            BLOCK_E=block_e, BLOCK_T=block_t, BLOCK_K=_BLOCK_K, EVEN_K=hidden == splits * share,
             MMA=tl.float32 if _INTERPRETED else tl.bfloat16,  # the interpreter multiplies the bit patterns of bf16
-            PDL=pdl, AHEAD=pdl and config["ahead"] and split_grid and even_k and aligned,
-            num_warps=config["warps"], num_stages=config["stages"], **_SAME_BITS,
+            PDL=pdl, num_warps=config["warps"], num_stages=config["stages"], **_SAME_BITS,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
-        if not fused:
-            _launch_route(planes, logits, bias, constants, weights, ids, pdl)
+        _launch_route(planes, logits, bias, constants, weights, ids, pdl)
     return weights, ids, logits
 
 
@@ -764,9 +626,7 @@ def grouped_topk(
 ) -> tuple[torch.Tensor, ...]:
     """Router of one layer: logits in fp32, scores, and the experts of each token. See the head of this file.
 
-    Two launches, or one where the device's table says so: then the last program to finish with a block of tokens
-    chooses their experts, except in a first call on a device that is captured into a graph. Nothing is copied, and
-    nothing allocated but results and partial sums.
+    Two launches. Nothing is copied, and nothing allocated but results and partial sums.
 
     Args:
         x: ``(T, H)`` bf16, fp16 or fp32, innermost stride 1; T may be 0.

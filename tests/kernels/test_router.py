@@ -171,10 +171,10 @@ def test_weights_are_not_rounded(device):
     assert torch.equal(logits[0], weight[:, 5])
 
 
-def launch(block_e=16, block_t=16, abreast=False, split_grid=True, fused=False, ahead=True, warps=4, stages=2):
+def launch(block_e=16, block_t=16, abreast=False, split_grid=True, warps=4, stages=2):
     return {
-        "block_e": block_e, "block_t": block_t, "abreast": abreast, "split_grid": split_grid, "fused": fused,
-        "ahead": ahead, "warps": warps, "stages": stages,
+        "block_e": block_e, "block_t": block_t, "abreast": abreast, "split_grid": split_grid, "warps": warps,
+        "stages": stages,
     }  # fmt: skip
 
 
@@ -202,11 +202,8 @@ def test_pieces_hold_every_bit(mma, device):
 
 LAUNCHES = {
     "abreast": launch(block_t=8, abreast=True, stages=6),
-    "abreast-not-ahead": launch(block_e=32, block_t=16, abreast=True, ahead=False),
-    "one-launch": launch(block_t=8, abreast=True, fused=True),
-    "one-launch-in-turn": launch(fused=True),
-    "one-launch-no-shares": launch(split_grid=False, fused=True),
-    "two-launches": launch(block_t=32),
+    "abreast-32-experts": launch(block_e=32, block_t=16, abreast=True),
+    "in-turn": launch(block_t=32),
     "prefill": launch(block_e=32, block_t=64, split_grid=False),
 }
 
@@ -245,7 +242,6 @@ def test_bits_depend_on_neither_launch_nor_batch(case, device):
     assert_close("logits", (x.double() @ weight.double().T).float(), logits, F32_LIMIT)
     options.pop("return_logits")
     check_choice(logits, bias, weights, ids, **options)
-    assert not any(counters.any() for counters in router._counters.sets.values())  # ready for the next launch
 
 
 @pytest.mark.parametrize(
@@ -260,38 +256,6 @@ def test_shares_cover_h(experts, hidden):
 def test_tables_keep_the_order_of_sums(path):
     for entry in json.loads(path.read_text())["entries"]:
         assert entry["config"].keys() == router.heuristic(1).keys() and entry["config"]["block_e"] in router.BLOCK_E
-
-
-def test_weights_are_asked_for_ahead_only_where_whole_rows_of_a_share_can_be(device, monkeypatch):
-    """The bulk request has a fixed, aligned length and must not leave the tensor."""
-    launched: list = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda *args, **constants: launched.append(constants)
-
-    monkeypatch.setattr(router, "_logits_kernel", Recorder())
-    monkeypatch.setattr(router, "_route_kernel", Recorder())
-    monkeypatch.setattr(router, "supports_pdl", lambda device: True)
-    pool = torch.zeros(17 * 512 + 64, device=device)
-    x = torch.zeros(1, 512, device=device)
-    whole, shifted = pool[: 16 * 512].view(16, 512), pool[1 : 1 + 16 * 512].view(16, 512)
-    strided = pool[: 16 * 513].view(16, 513)[:, :512]
-    for args in ((x, whole), (x, shifted), (x, strided), (x[:, :500], whole[:, :500])):
-        grouped_topk(*args, top_k=2)
-    firsts, seconds = launched[::2], launched[1::2]
-    assert [c["AHEAD"] for c in firsts] == [True, False, False, False]
-    assert all(c["PDL"] and c["launch_pdl"] for c in firsts + seconds)
-
-
-def test_one_launch_needs_its_counters(device, monkeypatch):
-    """The first call inside a capture has none: the same bits, in two launches."""
-    x, weight = random(20, 300, device=device, dtype=torch.bfloat16), random(48, 300, device=device)
-    with tuning.override(router.OP, LAUNCHES["one-launch"]):
-        fused = grouped_topk(x, weight, top_k=3)
-        monkeypatch.setattr(router._counters, "get", lambda device: None)
-        apart = grouped_topk(x, weight, top_k=3)
-    assert torch.equal(fused[0], apart[0]) and torch.equal(fused[1], apart[1])
 
 
 def test_strided_x_and_weight(device):
@@ -408,26 +372,8 @@ def test_graph_replay(device):
         assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
-@pytest.mark.gpu
-def test_two_streams(device):
-    """Each stream has counters of its own."""
-    x = random(32, 5120, device=device, dtype=torch.bfloat16)
-    weight = random(256, 5120, device=device, scale=0.02)
-    want = grouped_topk(x, weight, top_k=8)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    results = []
-    torch.cuda.synchronize()
-    for _ in range(50):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(grouped_topk(x, weight, top_k=8))
-    torch.cuda.synchronize()
-    assert all(torch.equal(w, want[0]) and torch.equal(i, want[1]) for w, i in results)
-
-
-def test_launch_form_tells_what_compiles(monkeypatch):
+def test_launch_form_tells_what_compiles(device, monkeypatch):
     """Sizes of one form launch the same constants, sizes of two forms do not: a warm-up may run one size of each."""
-    from beam_moe.kernels import router as module
 
     class Recorder:
         def __init__(self, seen):
@@ -437,13 +383,13 @@ def test_launch_form_tells_what_compiles(monkeypatch):
             return lambda *args, **constants: self.seen.append(tuple(sorted((k, str(v)) for k, v in constants.items())))
 
     launched: list = []
-    monkeypatch.setattr(module, "_logits_kernel", Recorder(launched))
-    monkeypatch.setattr(module, "_route_kernel", Recorder(launched))
-    weight, forms = torch.zeros(64, 32), {}
-    for tokens in (1, 2, 9, 16, 17, 64, 65, 512, 513, 1024, 1025, 4097):
+    monkeypatch.setattr(router, "_logits_kernel", Recorder(launched))
+    monkeypatch.setattr(router, "_route_kernel", Recorder(launched))
+    weight, forms = torch.zeros(64, 32, device=device), {}
+    for tokens in (1, 2, 8, 9, 16, 17, 64, 65, 512, 513, 1024, 1025, 4097):
         launched.clear()
-        grouped_topk(torch.zeros(tokens, 32), weight, top_k=2, n_group=4, topk_group=2)
-        form = module.launch_form(weight.device, tokens, 64, 32, n_group=4)
+        grouped_topk(torch.zeros(tokens, 32, device=device), weight, top_k=2, n_group=4, topk_group=2)
+        form = router.launch_form(weight.device, tokens, 64, 32)
         forms.setdefault(form, set()).add(tuple(launched))
     assert len(forms) == 4 and all(len(v) == 1 for v in forms.values())
     assert len(set.union(*forms.values())) == len(forms)

@@ -248,14 +248,16 @@ def test_warm_up_reaches_every_launch_form(ours, served, monkeypatch):
     routing = ours.routing_of(served.model.moe_layers[0])
     warmup = ours.RouterWarmup(routing, 100, torch.float16)
     keys = warmup.get_warmup_keys()
-    assert {routing.form(n) for (n,) in keys} == {routing.form(n) for n in range(1, 101)} and len(keys) == 3
+    # the model is in no table, so the rule decides, and its forms follow each other
+    firsts = [n for n in range(1, 101) if n == 1 or kernel.heuristic(n) != kernel.heuristic(n - 1)]
+    assert keys == [(n,) for n in firsts] and len(keys) > 1
     seen = []
     monkeypatch.setattr(ours, "grouped_topk", lambda x, *a, **k: seen.append((len(x), x.dtype)))
     for key in keys:
         warmup.compile(key)
     assert seen == [(n, torch.float16) for (n,) in keys]
     monkeypatch.setattr(routing, "max_tokens", 16)
-    assert warmup.get_warmup_keys() == [(1,), (2,), (3,), (5,), (9,)]
+    assert warmup.get_warmup_keys() == [(n,) for n in firsts if n <= 16]
 
 
 def test_warm_up_is_registered(harness, ours, tmp_path, monkeypatch):
