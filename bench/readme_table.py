@@ -194,12 +194,17 @@ def parity() -> str:
 
 
 def router() -> str:
-    """Logits and choice of Beam's router beside vLLM's launches for the same."""
+    """Logits and choice of Beam's router beside vLLM's launches for the same, alone and behind the norm of x."""
     rows = [row for row in rows_of("router", model="beam") if row["tokens"] in (1, 8, 16, 32, 64, 256, 4096)]
     if not rows:
         return NONE
-    lines = [[str(row["tokens"]), us(row["us"]), us(row["peer_us"])] for row in sorted(rows, key=lambda r: r["tokens"])]
-    return table(["tokens", "us", "vLLM, us"], lines, rows)
+    columns = ["tokens", "us", "vLLM, us", "behind a norm, us", "vLLM behind a norm, us"]
+    fields = ("us", "peer_us", "behind_norm_us", "peer_behind_norm_us")
+    lines = [
+        [str(row["tokens"]), *(us(row.get(field)) for field in fields)]
+        for row in sorted(rows, key=lambda r: r["tokens"])
+    ]
+    return table(columns, lines, rows)
 
 
 def training_layer() -> str:

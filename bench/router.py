@@ -11,15 +11,19 @@ after its ids agreed with the reference on these operands. Peers, on the same op
 linear without TF32, then a chain of sigmoid and top-k operations), and what vLLM 0.33 launches (`fp32_router_gemm` up
 to 32 tokens, else an fp32 linear; its fused top-k), where vLLM is installed.
 
-A sweep times each form twice: alone, one call after another, where a call's first launch overlaps with the choice of
-the call before it, and behind an RMS norm that makes x and lets nothing start early, as in an engine (the norm's own
-time is taken off). The best form has the least sum of both. A form is timed only after its logits, ids and weights were
-found right, and the same bits as the first form's.
+Everything is timed twice. ``us``: alone, one call after another, where a call's first launch may overlap with the
+choice of the call before it. ``behind_norm_us``, of the peer ``peer_behind_norm_us``: behind an RMS norm (torch's) that
+makes x and lets nothing start early, as in an engine; it is the time of norm and router less that of the norm alone,
+timed in turn with it.
+
+A sweep's best form is the fastest behind the norm. A form is timed only after its logits, ids and weights were found
+right, and the same bits as the first form's.
 
 Without a GPU small cases run in Triton's interpreter against the reference; nothing is written.
 """
 
 import contextlib
+import functools
 import itertools
 import sys
 from dataclasses import dataclass
@@ -150,6 +154,17 @@ def operand_sets(model: Model, tokens: int) -> list[tuple]:
     return [operands(model, tokens, harness.device(), seed) for seed in range(count)]
 
 
+def behind_norm(sets: list[tuple], call=None) -> list:
+    """Calls of an RMS norm that makes x, of hidden states of their own, each followed by ``call`` on it if given."""
+    gain = torch.ones_like(sets[0][0][0])
+
+    def run(hidden, weight, bias):
+        x = torch.nn.functional.rms_norm(hidden, gain.shape, gain)
+        return call(x, weight, bias) if call else x
+
+    return [functools.partial(run, torch.randn_like(x), weight, bias) for x, weight, bias in sets]
+
+
 def measure(name: str, model: Model, tokens: int, peer: bool, rounds: int) -> dict:
     sets = operand_sets(model, tokens)
     check(model, sets[0])
@@ -163,16 +178,20 @@ def measure(name: str, model: Model, tokens: int, peer: bool, rounds: int) -> di
             if share < 0.98:
                 raise harness.WrongResult(f"{name}/{tokens}: {k} chose other experts in {1 - share:.0%} of the rows")
         providers = {k: [lambda a=a, call=call: call(*a) for a in sets] for k, call in calls.items()}
+        providers |= {f"{k}, norm": behind_norm(sets, call) for k, call in calls.items()}
+        providers["norm"] = behind_norm(sets)
         times = harness.time_many_us(providers, rounds)
+    behind = {k: round(times[f"{k}, norm"]["us"] - times["norm"]["us"], 2) for k in calls}
     config = tuning.lookup(harness.device(), router.OP, tokens, experts=model.experts, hidden=model.hidden)
     config = config or router.heuristic(tokens)
     floor = floor_us(model, tokens)
-    peers = {k: times[k]["us"] for k in times if k != "ours"}
+    peers = {k: times[k]["us"] for k in calls if k != "ours"}
     best = min(peers, key=peers.get, default=None)
     return {
         "case": f"{name}/{tokens}", "model": name, "tokens": tokens, **times["ours"], "floor_us": round(floor, 2),
-        "share": round(floor / times["ours"]["us"], 3), "launches": 1 if config["fused"] else 2, "config": config,
-        "peer": best, "peer_us": peers.get(best), "peers": peers,
+        "share": round(floor / times["ours"]["us"], 3), "launches": 2, "config": config,
+        "behind_norm_us": behind["ours"], "peer": best, "peer_us": peers.get(best),
+        "peer_behind_norm_us": behind.get(best), "peers": peers,
     }  # fmt: skip
 
 
@@ -180,21 +199,18 @@ def candidates(tokens: int) -> dict[str, dict]:
     """Launch forms worth timing, by a short name: none changes a bit of the result."""
     forms = {}
 
-    def add(name, block_e, block_t, warps, stages, abreast=False, split_grid=True, fused=False, ahead=False):
-        forms[f"{name} e{block_e} t{block_t} w{warps} s{stages}{' ahead' if ahead else ''}"] = {
-            "block_e": block_e, "block_t": block_t, "abreast": abreast, "split_grid": split_grid, "fused": fused,
-            "ahead": ahead, "warps": warps, "stages": stages,
+    def add(name, block_e, block_t, warps, stages, abreast=False, split_grid=True):
+        forms[f"{name} e{block_e} t{block_t} w{warps} s{stages}"] = {
+            "block_e": block_e, "block_t": block_t, "abreast": abreast, "split_grid": split_grid, "warps": warps,
+            "stages": stages,
         }  # fmt: skip
 
     if tokens <= 64:
         blocks = [b for b in (8, 16, 32, 64) if b <= max(8, 2 * tokens) and 4 * b >= tokens][-3:]
         for block_t in blocks:
-            add("abreast", 16, block_t, 4, 6 if block_t < 64 else 4, abreast=True, ahead=True)
-        add("abreast", 16, blocks[0], 4, 6, abreast=True)
-        add("abreast", 16, blocks[0], 4, 3, abreast=True, ahead=True)
-        add("in turn", 16, max(16, blocks[0]), 2, 6, ahead=True)
-        if tokens <= 16:
-            add("one launch", 16, blocks[0], 4, 6, abreast=True, fused=True, ahead=True)
+            add("abreast", 16, block_t, 4, 6 if block_t < 64 else 4, abreast=True)
+        add("abreast", 16, blocks[0], 4, 3, abreast=True)
+        add("in turn", 16, max(16, blocks[0]), 2, 6)
         return forms
     tiles = ((16, 32, 2), (16, 64, 4), (32, 64, 4), (16, 128, 4), (32, 128, 4), (32, 128, 8))
     for tile, stages, split_grid in itertools.product(tiles, (4, 6), (True, False)):
@@ -225,22 +241,16 @@ def sweep(models: dict[str, Model], tokens: list[int], rounds: int, jobs: int, p
     if jobs:
         work = []
         for model in models.values():
-            # one launch compiles for the rows that it has, the others once for all
-            every = {(t if f["fused"] else 0, repr(f)): (t, f) for t in tokens for f in candidates(t).values()}
+            every = {repr(f): (t, f) for t in tokens for f in candidates(t).values()}  # one compiles for all sizes
             work += [(compile_forms, model, list(every.values())[i::6], programs) for i in range(6)]
         harness.compile_ahead(jobs, work)
     entries, table = [], []
     for (name, model), count in itertools.product(models.items(), tokens):
         sets, forms, providers, first = operand_sets(model, count), candidates(count), {}, None
-        hidden = [torch.randn_like(a[0]) for a in sets]
-        gain = torch.ones(model.hidden, dtype=torch.bfloat16, device=harness.device())
 
-        def norm(h, gain=gain):
-            return torch.nn.functional.rms_norm(h, gain.shape, gain)
-
-        def run(x, a, form, model=model):
+        def run(*args, form, model=model):
             with tuning.override(router.OP, form):
-                return grouped_topk(x, *a[1:], **model.options)
+                return grouped_topk(*args, **model.options)
 
         for key, form in forms.items():
             try:
@@ -252,14 +262,13 @@ def sweep(models: dict[str, Model], tokens: list[int], rounds: int, jobs: int, p
             except Exception as failure:
                 harness.complain(f"{name}/{count}: {key}", failure)
                 continue
-            providers[key] = [lambda a=a, form=form, run=run: run(a[0], a, form) for a in sets]
-            providers[f"{key}, norm"] = [
-                lambda a=a, h=h, form=form, run=run, norm=norm: run(norm(h), a, form) for a, h in zip(sets, hidden)
-            ]
-        providers["norm"] = [lambda h=h, norm=norm: norm(h) for h in hidden]
+            call = functools.partial(run, form=form)
+            providers[key] = [functools.partial(call, *a) for a in sets]
+            providers[f"{key}, norm"] = behind_norm(sets, call)
+        providers["norm"] = behind_norm(sets)
         times = {key: timed["us"] for key, timed in harness.time_many_us(providers, rounds, target_ms=1.0).items()}
         behind = {key: times[f"{key}, norm"] - times["norm"] for key in forms if key in times}
-        ranked = sorted(behind, key=lambda key: times[key] + behind[key])
+        ranked = sorted(behind, key=behind.get)
         table += [(f"{name}/{count}", key, round(times[key], 2), round(behind[key], 2)) for key in ranked]
         if ranked:
             shape = {"experts": model.experts, "hidden": model.hidden}
@@ -320,7 +329,7 @@ def main(
         except harness.WrongResult as failure:
             failures += 1
             print(failure, file=sys.stderr)
-    columns = ("case", "us", "floor_us", "share", "launches", "peer", "peer_us")
+    columns = ("case", "us", "behind_norm_us", "floor_us", "share", "peer", "peer_us", "peer_behind_norm_us")
     harness.print_table("Router", columns, [[row[c] for c in columns] for row in rows])
     if save and rows:
         print(harness.write_rows("router", rows))
