@@ -51,6 +51,10 @@ class MoEConfig:
     # blocks by which activate follows gate_up, and down activate, in one launch (`joined`; needs "plan" and one number
     # of warps); 0: a launch each
     lag: int = 0
+    # in the last ``tail`` blocks of one launch a program of down takes ``tail_tiles`` tiles, not ``down_tiles``, so that it
+    # ends sooner after its last byte; 0: as everywhere
+    tail: int = 0
+    tail_tiles: int = 0
     registers: int = 0  # most that a thread of gate_up, or of the joined launch, may take on MXFP8 weights; 0: a rule
 
     @classmethod
@@ -161,7 +165,8 @@ class MoEConfig:
         With a negative lag a program would wait for later ones, which a GPU may never start.
         """
         one = self.up_warps == self.act_warps == self.down_warps
-        return self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one)
+        whole = self.tail >= 0 and (self.tail_tiles == 0 or self.down_tiles % self.tail_tiles == 0)
+        return self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole)
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""

@@ -111,11 +111,11 @@ def sum_experts(
 @triton.jit
 def _mxfp8_tiles(
     h_tiles, exponent_m, h_wide, mask_m, w2, first_row, w_offsets, stride_wn, s_rows, stride_sn, words, y_rows,
-    first_tile,
+    first_tile, tiles,
     b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
     stride_bl, stride_be, stride_bn,
     H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
-    MORE: tl.constexpr, STEPS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr, EVEN_N: tl.constexpr,
+    MORE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     FP16: tl.constexpr, ONLY_WIDE: tl.constexpr, SOFT: tl.constexpr, W_TMA: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -133,7 +133,7 @@ def _mxfp8_tiles(
         scales_ahead = scales_ahead + (s_now,)
     word_ahead = tl.load(words + n, mask=n < H, other=0)
     seen = tl.zeros((BLOCK_N,), tl.int16)
-    for tile in tl.range(first_tile, first_tile + TILES_PER_PROGRAM, num_stages=STAGES):
+    for tile in tl.range(first_tile, first_tile + tiles, num_stages=STAGES):
         n = tile * BLOCK_N + offs_n
         mask_n = n < H
         scales = scales_ahead
@@ -175,22 +175,23 @@ def _mxfp8_tiles(
 
 @triton.jit
 def down_unit(
-    part, block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr,
-    lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl, stride_be,
-    stride_bn, H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED_B: tl.constexpr, TILES: tl.constexpr,
+    first_tile, tiles, block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr, order_ptr,
+    block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl,
+    stride_be, stride_bn, H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED_B: tl.constexpr, TILES: tl.constexpr,
     TOP_K: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, WHOLE: tl.constexpr, DIRECT: tl.constexpr,
-    TILES_PER_PROGRAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se,
     stride_sn, BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr,
     W_TMA: tl.constexpr, STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr,
     ASK: tl.constexpr,
 ):  # fmt: skip
-    """Program ``part`` of a block of pairs, once the programs before it (JOINED: those of its block) are through."""
+    """Some tiles of a block of pairs, once the programs before (JOINED: those of the block) are through.
+
+    EVEN_N: none of them reaches beyond H.
+    """
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
-    EVEN_N: tl.constexpr = H % (BLOCK_N * TILES_PER_PROGRAM) == 0
     ADAPTED: tl.constexpr = RANK > 0 and not SHARED_B
-    first_tile = part * TILES_PER_PROGRAM
     if DIRECT:
         expert, pair, mask_m = single_row(topk_ids_ptr, expert_map_ptr, block, T * TOP_K, E_GLOBAL, E, BLOCK_M, HAS_MAP)
     else:
@@ -214,7 +215,7 @@ def down_unit(
         if ASK and not INTERPRETED:
             # nothing reads memory while activate works on a few tokens
             lines = tl.arange(0, triton.next_power_of_2((I + 63) // 64)) * 64
-            for i in tl.static_range(TILES_PER_PROGRAM):
+            for i in range(tiles):
                 row = (first_tile + i) * BLOCK_N + offs_n
                 asked = w2_ptr + e * stride_we + row.to(tl.int64)[:, None] * stride_wn + lines[None, :]
                 ask_for(asked, (row < H)[:, None] & (lines < I)[None, :] & (expert >= 0))
@@ -258,10 +259,10 @@ def down_unit(
                 s_0, slot_m, first_slot, live_0 = 0, 0, 0, 0
             found = _mxfp8_tiles(
                 columns, -shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, words,
-                y_rows, first_tile,
+                y_rows, first_tile, tiles,
                 b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
                 stride_bl, stride_be, stride_bn,
-                H, I, ADAPTED, RANK, TILES, MORE, STEPS, TILES_PER_PROGRAM, EVEN_N,
+                H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
                 BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, FP16, False, SOFT, W_TMA, STAGES, INTERPRETED,
             )  # fmt: skip
             if FP16:
@@ -272,17 +273,17 @@ def down_unit(
                         raw = raw + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask_raw, other=0.0)),)
                     _mxfp8_tiles(
                         raw, shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn,
-                        words, y_rows, first_tile,
+                        words, y_rows, first_tile, tiles,
                         b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
                         stride_bl, stride_be, stride_bn,
-                        H, I, ADAPTED, RANK, TILES, MORE, STEPS, TILES_PER_PROGRAM, EVEN_N,
+                        H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
                         BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, False, True, SOFT, W_TMA, 1, INTERPRETED,
                     )  # fmt: skip
         elif BASE == "mxfp8":
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             n = first_tile * BLOCK_N + offs_n
             scales = load_scales(s_rows + n * stride_sn, n < H, 0, I, BLOCK_K, not EVEN_N, EVEN_K)
-            for step in tl.range(0, STEPS * TILES_PER_PROGRAM, num_stages=STAGES):
+            for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
                 tile = first_tile + step // STEPS
                 k = (step % STEPS) * BLOCK_K
                 n = tile * BLOCK_N + offs_n
@@ -318,7 +319,7 @@ def down_unit(
             for step in tl.static_range(STEPS):
                 mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
                 h_tiles = h_tiles + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0)),)
-            for tile in tl.range(first_tile, first_tile + TILES_PER_PROGRAM, num_stages=STAGES):
+            for tile in tl.range(first_tile, first_tile + tiles, num_stages=STAGES):
                 n = tile * BLOCK_N + offs_n
                 mask_n = n < H
                 w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
@@ -341,7 +342,7 @@ def down_unit(
                 )
         else:
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for step in tl.range(0, STEPS * TILES_PER_PROGRAM, num_stages=STAGES):
+            for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
                 tile = first_tile + step // STEPS
                 k = (step % STEPS) * BLOCK_K
                 n = tile * BLOCK_N + offs_n
@@ -442,14 +443,15 @@ def _down_kernel(
             )  # fmt: skip
     else:
         down_unit(
-            tl.program_id(0), block - token_blocks, h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr, y_ptr=y_ptr,
+            tl.program_id(0) * TILES_PER_PROGRAM, TILES_PER_PROGRAM, block - token_blocks,
+            h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr, y_ptr=y_ptr,
             topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
             block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
             enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_we, stride_wn=stride_wn,
             stride_bl=stride_bl, stride_be=stride_be, stride_bn=stride_bn, H=H, I=I, RANK=RANK, SHARED_B=SHARED_B,
             TILES=TILES, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP, WHOLE=WHOLE, DIRECT=DIRECT,
-            TILES_PER_PROGRAM=TILES_PER_PROGRAM, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
-            INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr, stride_se=stride_se,
-            stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT, W_TMA=W_TMA, STAGES=STAGES,
+            EVEN_N=H % (BLOCK_N * TILES_PER_PROGRAM) == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+            BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr,
+            stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT, W_TMA=W_TMA, STAGES=STAGES,
             counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, ASK=ASK,
         )  # fmt: skip

@@ -117,7 +117,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
         _require(
             config.joins,
             "config",
-            "of rows='plan' and one number of warps where lag is not 0, which is 0 or more",
+            "of rows='plan', one number of warps and tail_tiles that divide down_tiles where lag is not 0; none below 0",
             config,
         )
     if lora_ids is not None:
@@ -258,7 +258,8 @@ def _run(
             H=hidden, I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, SHARED_B=shared_b, MORE=more,
             LAG=cfg.lag, BLOCK_M=cfg.block_m, UP_N=cfg.up_block_n, UP_K=cfg.up_block_k, UP_STAGES=cfg.up_stages,
             BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
-            DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, BLOCK_R=block_r,
+            DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, TAIL=cfg.tail,
+            TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r,
             HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:

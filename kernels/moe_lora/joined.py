@@ -102,6 +102,8 @@ def _joined_kernel(
     DOWN_STAGES: tl.constexpr,
     DOWN_WHOLE: tl.constexpr,
     DOWN_TILES: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_TILES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -129,7 +131,8 @@ def _joined_kernel(
     A_TILES: tl.constexpr = (NA * RANK + UP_N - 1) // UP_N
     UP_PARTS: tl.constexpr = ((2 * I + UP_N - 1) // UP_N + (0 if SHARED_A else A_TILES)) * SPLITS
     ACT_PARTS: tl.constexpr = (I + BLOCK_I - 1) // BLOCK_I
-    DOWN_PARTS: tl.constexpr = (H + DOWN_N * DOWN_TILES - 1) // (DOWN_N * DOWN_TILES)
+    # programs of a block's down: units of the last blocks are TAIL_TILES wide, of the others DOWN_TILES
+    DOWN_PARTS: tl.constexpr = (H + DOWN_N * TAIL_TILES - 1) // (DOWN_N * TAIL_TILES)
     STEP: tl.constexpr = UP_PARTS + ACT_PARTS + DOWN_PARTS
     wait_for_previous(PDL)
     let_next_start(PDL)
@@ -180,17 +183,24 @@ def _joined_kernel(
                 count_up(counts_ptr + MAX_BLOCKS + block)
         elif part >= UP_PARTS + ACT_PARTS:
             block = step - 2 * LAG
-            if (block >= 0) & (block < MAX_BLOCKS):
+            down_part = part - (UP_PARTS + ACT_PARTS)
+            tiles = DOWN_TILES
+            if TAIL_TILES < DOWN_TILES:
+                ahead = block + TAIL
+                known = (ahead >= 0) & (ahead < MAX_BLOCKS)
+                last = tl.load(block_experts_ptr + ahead, mask=known, other=-1) < 0
+                tiles = tl.where(last, TAIL_TILES, tl.where(down_part % (DOWN_TILES // TAIL_TILES) == 0, DOWN_TILES, 0))
+            if (block >= 0) & (block < MAX_BLOCKS) & (tiles > 0):
                 down_unit(
-                    part - (UP_PARTS + ACT_PARTS), block, h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr,
+                    down_part * TAIL_TILES, tiles, block, h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr,
                     y_ptr=y_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
                     block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
                     enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_w2e,
                     stride_wn=stride_w2n, stride_bl=stride_b2l, stride_be=stride_b2e, stride_bn=stride_b2n, H=H, I=I,
                     RANK=RANK, SHARED_B=SHARED_B, TILES=ACT_PARTS, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP,
-                    WHOLE=DOWN_WHOLE, DIRECT=False, TILES_PER_PROGRAM=DOWN_TILES, BLOCK_M=BLOCK_M, BLOCK_N=DOWN_N,
-                    BLOCK_K=DOWN_K, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales2_ptr,
-                    words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE, FP16=DOWN_FP16,
+                    WHOLE=DOWN_WHOLE, DIRECT=False, EVEN_N=H % (DOWN_N * DOWN_TILES) == 0, BLOCK_M=BLOCK_M,
+                    BLOCK_N=DOWN_N, BLOCK_K=DOWN_K, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL,
+                    scales_ptr=scales2_ptr, words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE, FP16=DOWN_FP16,
                     NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES, counts_ptr=counts_ptr,
                     wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, ASK=False,
                 )  # fmt: skip
@@ -214,7 +224,7 @@ def joined_grid(
     a_tiles = triton.cdiv(a_rows, config.up_block_n)
     up = (triton.cdiv(2 * inter, config.up_block_n) + (0 if shared_a else a_tiles)) * config.splits
     act = triton.cdiv(inter, config.act_block_i)
-    down = triton.cdiv(hidden, config.down_block_n * config.down_tiles)
+    down = triton.cdiv(hidden, config.down_block_n * (config.tail_tiles or config.down_tiles))
     head = triton.cdiv(tokens, config.block_m) * a_tiles * config.splits if shared_a else 0
     tail = triton.cdiv(tokens, TOKENS.value) if shared_b else 0
     return (head + (blocks + 2 * config.lag) * (up + act + down) + tail,)

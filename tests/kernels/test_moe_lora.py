@@ -464,6 +464,9 @@ def test_one_launch_for_the_products_has_the_bits_of_three(device, case, tiles, 
     apart = check(args, tiles)
     for _ in range(2):  # the counts start from zero every time
         assert torch.equal(fused_moe(**args, config=dataclasses.replace(tiles, lag=lag)), apart)
+    for tail in (1, 2, 100):
+        narrow = dataclasses.replace(tiles, lag=lag, down_tiles=2, tail=tail, tail_tiles=1)
+        assert torch.equal(fused_moe(**args, config=narrow), apart)
 
 
 @pytest.mark.parametrize("block_m", [8, 16])
@@ -476,15 +479,15 @@ def test_one_launch_on_mxfp8_weights_has_the_bits_of_three(device, shared, prepa
     for whole in (False, True):
         config = dataclasses.replace(SMALL, block_m=block_m, up_block_k=64, down_whole=whole)
         check(args, config)
-        assert torch.equal(
-            fused_moe(**args, config=config), fused_moe(**args, config=dataclasses.replace(config, lag=2))
-        )
+        apart = fused_moe(**args, config=config)
+        for narrow in ({}, {"down_tiles": 2, "tail": 2, "tail_tiles": 1}):
+            assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=2, **narrow)), apart)
 
 
 def test_one_launch_needs_a_plan_and_one_number_of_warps(device):
     args = layer(device)
-    for wrong in ({"rows": "search"}, {"act_warps": 8}, {"lag": -1}):
-        with pytest.raises(ValueError, match="fused_moe: config must be of rows='plan' and one number of warps"):
+    for wrong in ({"rows": "search"}, {"act_warps": 8}, {"lag": -1}, {"down_tiles": 4, "tail_tiles": 3}, {"tail": -1}):
+        with pytest.raises(ValueError, match="fused_moe: config must be of rows='plan', one number of warps and"):
             fused_moe(**args, config=dataclasses.replace(SMALL, **{"lag": 1, **wrong}))
 
 
