@@ -177,13 +177,12 @@ def _mxfp8_tiles(
 def down_unit(
     first_tile, tiles, block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr, order_ptr,
     block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl,
-    stride_be, stride_bn, H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED_B: tl.constexpr, TILES: tl.constexpr,
-    TOP_K: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, WHOLE: tl.constexpr, DIRECT: tl.constexpr,
-    EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se,
-    stride_sn, BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr,
-    W_TMA: tl.constexpr, STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr,
-    ASK: tl.constexpr,
+    stride_be, stride_bn, H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED_B: tl.constexpr,
+    TILES: tl.constexpr, TOP_K: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, WHOLE: tl.constexpr,
+    DIRECT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se, stride_sn,
+    BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr, W_TMA: tl.constexpr,
+    STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr, ASK: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of a block of pairs, once the programs before (JOINED: those of the block) are through.
 
@@ -452,6 +451,6 @@ def _down_kernel(
             TILES=TILES, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP, WHOLE=WHOLE, DIRECT=DIRECT,
             EVEN_N=H % (BLOCK_N * TILES_PER_PROGRAM) == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
             BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr,
-            stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT, W_TMA=W_TMA, STAGES=STAGES,
-            counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, ASK=ASK,
+            stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT,
+            W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, ASK=ASK,
         )  # fmt: skip

@@ -117,7 +117,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
         _require(
             config.joins,
             "config",
-            "of rows='plan', one number of warps and tail_tiles that divide down_tiles where lag is not 0; none below 0",
+            "of rows='plan', one number of warps and tail_tiles dividing down_tiles where lag is not 0; none below 0",
             config,
         )
     if lora_ids is not None:

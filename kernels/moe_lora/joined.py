@@ -200,9 +200,9 @@ def _joined_kernel(
                     RANK=RANK, SHARED_B=SHARED_B, TILES=ACT_PARTS, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP,
                     WHOLE=DOWN_WHOLE, DIRECT=False, EVEN_N=H % (DOWN_N * DOWN_TILES) == 0, BLOCK_M=BLOCK_M,
                     BLOCK_N=DOWN_N, BLOCK_K=DOWN_K, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL,
-                    scales_ptr=scales2_ptr, words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE, FP16=DOWN_FP16,
-                    NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES, counts_ptr=counts_ptr,
-                    wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, ASK=False,
+                    scales_ptr=scales2_ptr, words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE,
+                    FP16=DOWN_FP16, NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES,
+                    counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, ASK=False,
                 )  # fmt: skip
     elif SHARED_B:
         first = (place - (MAX_BLOCKS + 2 * LAG) * STEP) * TOKENS
