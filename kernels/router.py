@@ -520,9 +520,8 @@ def _launch_config(device: torch.device, tokens: int, experts: int, hidden: int)
     return tuning.lookup(device, OP, tokens, experts=experts, hidden=hidden) or heuristic(tokens)
 
 
-def launch_form(device: torch.device, tokens: int, experts: int, hidden: int, n_group: int = 1) -> tuple:
-    """What a `grouped_topk` call of this size compiles: equal for two sizes that launch the same kernels, whatever
-    ``n_group``."""
+def launch_form(device: torch.device, tokens: int, experts: int, hidden: int) -> tuple:
+    """What a `grouped_topk` call of this size compiles: equal for two sizes that launch the same kernels."""
     return tuple(sorted(_launch_config(device, tokens, experts, hidden).items()))
 
 

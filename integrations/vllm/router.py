@@ -1,7 +1,7 @@
 """Beam's router under vLLM's MoE runner: fp32 logits and grouped top-k by `grouped_topk`, for small batches.
 
 vLLM's runner launches the gate's GEMM, then the choice: two kernels up to 32 tokens, three above. Here the router takes
-the hidden states, and either answers by our kernel, one launch or two as its table has it, or calls the gate and
+the hidden states, and either answers by our kernels, or calls the gate and
 chooses as vLLM does. Which of the two depends on the number of tokens alone. Everything after the choice stays vLLM's:
 routed experts are recorded (R3) and ids converted in `BaseRouter`, whose step is replaced.
 
@@ -78,7 +78,7 @@ class FusedRouting:
     def form(self, tokens: int) -> tuple:
         """What a call of ``tokens`` tokens compiles."""
         weight = self.gate.weight
-        return launch_form(weight.device, tokens, *weight.shape, n_group=self.router.num_expert_group)
+        return launch_form(weight.device, tokens, *weight.shape)
 
     def choose(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(weights f32, ids i32)``, each (T, top_k), of hidden states (T, H), by our kernel."""

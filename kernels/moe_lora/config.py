@@ -51,7 +51,7 @@ class MoEConfig:
     # blocks by which activate follows gate_up, and down activate, in one launch (`joined`; needs "plan" and one number
     # of warps); 0: a launch each
     lag: int = 0
-    # in the last ``tail`` blocks of one launch a program of down takes ``tail_tiles`` tiles, not ``down_tiles``, so that
+    # in the last ``tail`` blocks of one launch programs of down take ``tail_tiles`` tiles, not ``down_tiles``, so that
     # the end comes sooner after the last byte; 0: as everywhere
     tail: int = 0
     tail_tiles: int = 0
