@@ -7,16 +7,18 @@
     python bench/mxfp8_gemm.py --sweep --quick            # without Beam's dense shapes and the grouped decode sizes
 
 A decode case's floor is the bytes of weights, scales, activations and result over the read bandwidth; its ``share`` is
-floor over time. A training case's floor and peer is bf16 through cuBLAS or PyTorch's grouped GEMM on the same shapes in
-the same process, and its ``share`` is of that; "linear" cases start from bf16 x and w with every quantisation and
-dequantisation inside, "weights" cases from MXFP8 weights and bf16 activations, "cached" ones from a bf16 copy of the
-weights that was made before. ``peak`` is the memory that one call takes above its operands (a cached copy included),
-``least`` the bytes of its results. Every result is compared with the product of the dequantised operands before it is
-timed. Kernels are compiled in parallel first; rows and table entries are saved as soon as they are measured. Without a
-GPU small cases are compared in Triton's interpreter and nothing is written.
+floor over time, its ``read_us`` the time of a launch that only reads as many bytes, measured in the same way. A
+training case's floor and peer is bf16 through cuBLAS or PyTorch's grouped GEMM on the same shapes in the same process,
+and its ``share`` is of that; "linear" cases start from bf16 x and w with every quantisation and dequantisation inside,
+"weights" cases from MXFP8 weights and bf16 activations, "cached" ones from a bf16 copy of the weights that was made
+before. ``peak`` is the memory that one call takes above its operands (a cached copy included), ``least`` the bytes of
+its results. Every result is compared with the product of the dequantised operands before it is timed. Kernels are
+compiled in parallel first; rows and table entries are saved as soon as they are measured. Without a GPU small cases are
+compared in Triton's interpreter and nothing is written.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import multiprocessing
 from collections.abc import Callable
@@ -355,6 +357,46 @@ def peak_bytes(call: Callable[[], object]) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated() - before, least
 
 
+@triton.jit
+def _read_kernel(src_ptr, sink_ptr, blocks, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr):
+    """Grid (programs,): `harness`'s plain read, with launches that overlap as gemm's do."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros((BLOCK,), dtype=tl.int32)
+    lane = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
+        base = src_ptr + block * (BLOCK * UNROLL)
+        for i in tl.static_range(UNROLL):
+            acc += tl.load(base + i * BLOCK + lane)
+    tl.store(sink_ptr + tl.program_id(0), tl.sum(acc))
+
+
+@functools.cache
+def read_us(size: int) -> dict[str, float]:
+    """Microseconds of a launch that reads ``size`` bytes and does nothing else, with and without overlap."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    words = size // 4 // 16384 * 16384
+    sources = [
+        torch.randint(-(2**31), 2**31 - 1, (words,), dtype=torch.int32, device="cuda")
+        for _ in range(harness.copies_for(size))
+    ]
+    sink = torch.empty(sms * 16, dtype=torch.int32, device="cuda")
+    found = {}
+    for name, pdl in (("plain", False), ("overlapped", True)):
+        if pdl and not supports_pdl(harness.device()):
+            continue
+        times = []
+        for block, unroll, warps, per_sm in ((4096, 2, 8, 4), (2048, 4, 4, 8), (4096, 4, 8, 4), (2048, 2, 4, 8)):
+            constants = {"BLOCK": block, "UNROLL": unroll, "PDL": pdl, "num_warps": warps}
+            constants |= {"launch_pdl": True} if pdl else {}
+            grid, blocks = (sms * per_sm,), words // (block * unroll)
+            calls = [lambda t=t, g=grid, b=blocks, c=constants: _read_kernel[g](t, sink, b, **c) for t in sources]
+            times.append(harness.time_us(calls, 7, 1.0)["us"])
+        found[name] = min(times) * size / (4 * words)
+    return found
+
+
 def measure(case: Case, rounds: int) -> dict:
     bound = BUILDERS[case.what](case)
     want = bound.reference(*bound.sets[0])
@@ -388,19 +430,20 @@ def measure(case: Case, rounds: int) -> dict:
         "least_bytes": least,
     }
     if bound.read_bytes:
+        row["read_us"] = round(min(read_us(bound.read_bytes).values()), 2)
         return {**row, "tb_s": round(bound.read_bytes / ours["us"] / 1e6, 3), "read_tb_s": harness.floor_tb_s()}
     products = 3 if "backward" in case.what else 1
     return {**row, "tflop_s": round(2e-6 * products * case.rows * case.n * case.k / ours["us"], 1)}
 
 
 def print_rows(rows: list[dict]) -> None:
-    columns = ("case", "us", "floor us", "share %", "peer", "peer us", "peak MB", "least MB")
+    columns = ("case", "us", "floor us", "share %", "read us", "peer", "peer us", "peak MB", "least MB")
     harness.print_table(
         "MXFP8 GEMM",
         columns,
         [
             (
-                r["case"], r["us"], r["floor_us"], 100 * r["share"], r["peer"], r["peer_us"],
+                r["case"], r["us"], r["floor_us"], 100 * r["share"], r.get("read_us"), r["peer"], r["peer_us"],
                 r["peak_bytes"] / 1e6, r["least_bytes"] / 1e6,
             )
             for r in rows
@@ -411,68 +454,31 @@ def print_rows(rows: list[dict]) -> None:
 # --- sweep
 
 
-@triton.jit
-def _read_kernel(src_ptr, sink_ptr, blocks, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr):
-    """Grid (programs,): `harness`'s plain read, with launches that overlap as gemm's do."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros((BLOCK,), dtype=tl.int32)
-    lane = tl.arange(0, BLOCK)
-    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
-        base = src_ptr + block * (BLOCK * UNROLL)
-        for i in tl.static_range(UNROLL):
-            acc += tl.load(base + i * BLOCK + lane)
-    tl.store(sink_ptr + tl.program_id(0), tl.sum(acc))
-
-
-def read_us(size: int) -> dict[str, float]:
-    """Microseconds of a launch that reads ``size`` bytes and does nothing else, with and without overlap."""
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    words = size // 4 // 16384 * 16384
-    sources = [
-        torch.randint(-(2**31), 2**31 - 1, (words,), dtype=torch.int32, device="cuda")
-        for _ in range(harness.copies_for(size))
-    ]
-    sink = torch.empty(sms * 16, dtype=torch.int32, device="cuda")
-    found = {}
-    for name, pdl in (("plain", False), ("overlapped", True)):
-        if pdl and not supports_pdl(harness.device()):
-            continue
-        times = []
-        for block, unroll, warps, per_sm in ((4096, 2, 8, 4), (2048, 4, 4, 8), (4096, 4, 8, 4), (2048, 2, 4, 8)):
-            constants = {"BLOCK": block, "UNROLL": unroll, "PDL": pdl, "num_warps": warps}
-            constants |= {"launch_pdl": True} if pdl else {}
-            grid, blocks = (sms * per_sm,), words // (block * unroll)
-            calls = [lambda t=t, g=grid, b=blocks, c=constants: _read_kernel[g](t, sink, b, **c) for t in sources]
-            times.append(harness.time_us(calls, 7, 1.0)["us"])
-        found[name] = min(times) * size / (4 * words)
-    return found
-
-
-def even_splits(tiles: int, steps: int, slots: int, most: int) -> list[int]:
-    """The splits of K by which equal shares keep most of the slots busy."""
-
-    def busy(split: int) -> float:
-        waves = -(-tiles * split // slots)
-        return tiles * steps / (waves * slots * -(-steps // split))
-
-    return sorted(range(1, min(steps, 16) + 1), key=lambda s: (-busy(s), s))[:most]
+def stream_split(bm: int, bn: int, step: int, per_sm: int, n: int, k: int) -> int | None:
+    """The split by which one wave of ``per_sm`` programs an SM has most of them busy, or None if there is none."""
+    tiles, steps, slots = -(-n // bn), k // step, 132 * per_sm
+    fits = []
+    for split in range(1, min(steps, 16) + 1):
+        each = -(-steps // split)
+        share = triton.next_power_of_2(each) * step
+        shared = share * (2 * bm + bn // 16) + 1024  # tokens and factors
+        if tiles * split <= slots and shared * per_sm <= 227 << 10:
+            fits.append((tiles * steps / each, -split))
+    return -max(fits)[1] if fits else None
 
 
 def stream_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
-    """Tiles of the route `stream`: 16 warps an SM, or half as many, which leaves the next launch room to start."""
-    bm, sms = 8 if rows <= 8 else 16, 132
+    """Tiles of the route `stream`: 16 warps an SM where a warp has 16 outputs, 8 where it has 32."""
+    bm = 8 if rows <= 8 else 16
+    forms = [(64, 256, 16, 4), (64, 256, 8, 4), (64, 256, 8, 2), (64, 256, 4, 1)]  # bn, bk, warps, groups
+    forms += [(128, 256, 16, 2), (128, 256, 8, 2), (128, 256, 8, 1), (128, 256, 4, 1), (256, 256, 8, 1)]
+    forms += [(64, 128, 16, 4), (128, 128, 16, 2)]
     out = []
-    for bn, bk, warps in ((256, 128, 8), (128, 256, 8), (128, 128, 8), (256, 256, 16), (128, 128, 4), (64, 256, 4)):
-        if k % bk:
-            continue
-        tiles, steps = -(-n // bn), k // bk
-        splits = even_splits(tiles, steps, sms * 16 // warps, 2)
-        splits += even_splits(tiles, steps, sms * 8 // warps, 1) if warps < 16 else []
-        for split in sorted(set(splits)):
-            if -(-steps // split) * bk * bm * 2 <= 128 << 10:  # the tokens of a share lie in shared memory
-                out += [GemmConfig("stream", bm, bn, bk, split, warps, ask, True) for ask in (1, 2, 4)]
+    for bn, bk, warps, groups in forms:
+        wide = groups * bn == 32 * warps
+        split = stream_split(bm, bn, groups * bk, (8 if wide else 16) // warps, n, k)
+        if k % (groups * bk) == 0 and split is not None:
+            out += [GemmConfig("stream", bm, bn, bk, split, warps, ask, True, groups) for ask in (1, 2, 3)]
     return out
 
 
@@ -480,22 +486,18 @@ def dense_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
     """What decode's dense products choose from: a second launch for partial sums, sums joined in place, `stream`."""
     bm = max(8, rows)
     if rows > 16:
-        forms = [(64, 256, 2, 4, 3), (64, 256, 3, 4, 3), (64, 128, 3, 4, 6)]
+        forms = [(64, 256, 2, 4, 3), (64, 256, 3, 4, 3)]
         if rows > 32:
             forms = [(64, 128, 2, 4, 4), (64, 128, 1, 4, 4), (64, 128, 2, 4, 5)]
-        return both_forms([GemmConfig("fp16", bm, *f, join) for f in forms for join in (False, True)])
-    apart = [(64, 256, 3, 4, 3), (64, 256, 2, 4, 5), (128, 128, 3, 8, 5)]
-    joined = [(64, 256, s, 4, 3) for s in (2, 3, 4)] + [(64, 256, 2, 4, 5), (64, 128, 3, 4, 6), (128, 128, 3, 8, 5)]
-    joined += [(64, 512, 3, 4, 2), (32, 256, 2, 2, 4), (64, 256, 3, 2, 4)]
-    out = [GemmConfig("bf16", bm, *f) for f in apart] + [GemmConfig("bf16", bm, *f, True) for f in joined]
-    out += [GemmConfig("fp16", bm, 64, 256, 3, 4, 3, join) for join in (False, True)]
-    return out + stream_tiles(rows, n, k)
+        return both_forms([GemmConfig("fp16", bm, *f, True) for f in forms])
+    joined = [GemmConfig("bf16", bm, 64, 256, s, 4, 5 if s == 2 else 3, True) for s in (2, 3, 4)]
+    return [GemmConfig("bf16", bm, 64, 256, 3, 4, 3), *joined, *stream_tiles(rows, n, k)]
 
 
 def form(config: GemmConfig) -> str:
-    return (
-        config.route if config.route == "stream" else f"{config.route}, {'joined' if config.join else 'second launch'}"
-    )
+    if config.route == "stream":
+        return f"stream, {config.groups} groups" if config.groups > 1 else "stream"
+    return f"{config.route}, {'joined' if config.join else 'second launch'}"
 
 
 def decode_tiles(bm: int) -> list[GemmConfig]:
@@ -614,7 +616,8 @@ def time_candidates(target: Target, bound: Bound) -> dict[GemmConfig, float]:
 
 
 def tile(c: GemmConfig) -> str:
-    return f"{c.bm}x{c.bn}x{c.bk} s{c.split} w{c.warps} st{c.stages}" + (" joined" if c.join else "")
+    groups, joined = f" g{c.groups}" if c.groups > 1 else "", " joined" if c.join and c.split > 1 else ""
+    return f"{c.bm}x{c.bn}x{c.bk} s{c.split} w{c.warps}{groups} st{c.stages}{joined}"
 
 
 def best_forms(case: Case, bound: Bound, times: dict[GemmConfig, float]) -> list[tuple]:
@@ -656,9 +659,12 @@ def sweep(work: list[Target], jobs: int, save: bool) -> None:
                 shape |= {"groups": case.groups, "turned": int(target.dgrad)}
                 rows = -(-case.rows // case.groups)
             config = dataclasses.asdict(ranked[0])
-            if not config["join"]:
-                del config["join"]  # as where there is no such choice
-            entries.append({"shape": shape, "rows": rows, "config": config})
+            for name, usual in (("join", False), ("groups", 1)):  # left out as where there is no such choice
+                if config[name] == usual:
+                    del config[name]
+            # a tile of 8 tokens serves no more of them: from 9 on, what 16 take
+            for least in (9, 16) if case.what == "decode" and rows == 16 else (rows,):
+                entries.append({"shape": shape, "rows": least, "config": config})
         if save and entries:
             tuning.save(harness.device(), "mxfp8_grouped" if case.groups else "mxfp8_gemm", entries)
         del bound

@@ -159,8 +159,8 @@ def engine_mxfp8() -> str:
     return table(columns, lines, rows)
 
 
-def mxfp8(bench: str, *cases: str) -> str:
-    """Chosen rows of an MXFP8 bench with the peer of each."""
+def mxfp8(bench: str, *cases: str, reads: bool = False) -> str:
+    """Chosen rows of an MXFP8 bench with the peer of each; ``reads``: and a plain read of the same bytes."""
     by_case = {row["case"]: row for row in rows_of(bench)}
     rows = [by_case[case] for case in cases if case in by_case]
     if not rows:
@@ -170,11 +170,13 @@ def mxfp8(bench: str, *cases: str) -> str:
             row["case"],
             us(row["us"]),
             percent(row["share"]),
+            *([us(row.get("read_us"))] if reads else []),
             f"{row['peer']} {us(row['peer_us'])}" if row["peer"] else "-",
         ]
         for row in rows
     ]
-    return table(["case", "us", "share", "peer, us"], lines, rows)
+    columns = ["case", "us", "share", *(["plain read, us"] if reads else []), "peer, us"]
+    return table(columns, lines, rows)
 
 
 def parity() -> str:
@@ -272,6 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
             for rows in (8192, 65536)
             for what in ("forward", "forward, cached", "dgrad", "wgrad", "linear forward")
         ),
+        reads=True,
     ),
     "moe_decode_beam": lambda: decode("beam-1.0", 8, "bf16"),
     "moe_decode_beam_mxfp8": lambda: decode("beam-1.0", 8, "mxfp8"),

@@ -19,15 +19,15 @@
 `choose` is the one place that picks. Hopper has no block-scaled instruction: there MXFP8 halves what decode reads, and
 training on it emulates, at best at bf16's speed.
 
-Decode does not reach the bandwidth of a plain read. In an experiment on an H200 (16 tokens, N = K = 8192) reading the
-same bytes took 17.5 us, 15.2 with overlapped launches; this tile on the codes as they are (fp8 x fp8, no scales) 19.4;
-the best of 96 tiles, splits and stage counts that keep the contract 23.5, 67 % of the read bandwidth. So it is decoding
-in registers, not memory, that the rest goes to. Launches overlap (programmatic dependent launch): a program asks for
-its first weights in L2 before it waits for the launch before its own.
+Decode reads the weights once and is bound by memory; what it takes beyond a plain read of the same bytes, which
+bench/mxfp8_gemm.py times beside it, goes to the start (tokens and scales must be there before the first product) and
+the end (decoding the last step, adding partial sums). Launches overlap (programmatic dependent launch): a program may
+ask for its first weights in L2 before it waits for the launch before its own.
 
-Sums over K may be split between programs; partial sums go to memory and a second launch adds them in a fixed order. The
-split depends on the shape of ``b`` and on the class of row counts (up to 16, 32, 64, 128, and above that the number of
-rows), never on values: results repeat bit for bit, and no row's result depends on the other rows of its class.
+Sums over K may be split between programs; partial sums go to memory and a second launch, or the last program of a tile,
+adds them in a fixed order. The split depends on the shape of ``b`` and on the class of row counts (those that share an
+entry of the launch table; without one up to 16, 32, 64, 128, and above that the number of rows), never on values:
+results repeat bit for bit, and no row's result depends on the other rows of its class.
 """
 
 import functools
@@ -71,8 +71,9 @@ class GemmConfig:
     or with fewer than 4 warps, Triton takes mma.sync and not wgmma: codes then come to registers four and more at a
     time. ``join``: the last program of a tile adds its partial sums, and not a second launch.
 
-    Route ``stream``: ``bn`` is 16 outputs a warp, times a power of two; ``bk`` 128, or a power of two above, divides K;
-    ``stages`` is how many steps are asked for in L2 before the launch waits for the one before it.
+    Route ``stream``: the warps of a program are ``groups`` groups, each with its own ``bk`` of a step of
+    ``groups * bk``, which divides K; ``bk`` is 128 or a power of two above, ``bn`` 16 outputs for each warp of a group,
+    times a power of two. ``stages - 1`` steps are asked for in L2 before the launch waits for the one before it.
     """
 
     route: str
@@ -83,6 +84,7 @@ class GemmConfig:
     warps: int = 4
     stages: int = 3
     join: bool = False
+    groups: int = 1
 
 
 @functools.cache
@@ -393,11 +395,14 @@ def _stream(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Ge
     from beam_moe.kernels.mxfp8.stream import _stream_kernel  # Gluon is not for every platform
 
     (rows, k), n = x.shape, b.shape[0]
-    steps = k // config.bk
+    step = config.groups * config.bk
+    steps = k // step
     split = min(config.split, steps)
     tiles = triton.cdiv(n, config.bn)
     pdl = supports_pdl(x.device)
     part, counts = _between(split, n, config.bm, tiles, config.join, x.device)
+    whole = config.stages > 1 and n % config.bn == 0 and b.scale.stride(0) == k // BLOCK
+    scales = config.bn * k // BLOCK if whole else 0
     _stream_kernel[(tiles, split)](
         x,
         b.data.view(torch.uint8),
@@ -418,11 +423,12 @@ def _stream(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Ge
         EVEN_N=n % config.bn == 0,
         PDL=pdl,
         JOIN=counts is not None,
-        ASK=max(1, min(config.stages, steps // split)),
-        ASK_SCALES=max(1, steps // split * config.bk // 512) * 16,
+        ASK=min(config.stages - 1, steps // split),
+        ASK_SCALES=scales // split // 16 * 16,
         BM=config.bm,
         BN=config.bn,
         BK=config.bk,
+        GROUPS=config.groups,
         SPLIT=split,
         SHARE=triton.next_power_of_2(triton.cdiv(steps, split)),
         num_warps=config.warps,
@@ -698,6 +704,7 @@ def _check_config(op: str, config: GemmConfig | None) -> None:
         ("bn", 16, True),
         ("bk", BLOCK, True),
         ("warps", 1, True),
+        ("groups", 1, True),
         ("split", 1, False),
         ("stages", 1, False),
     ):
@@ -819,7 +826,8 @@ def gemm(
     _row_major(op, "a", a)
     _row_major(op, "b", b)
     if config.route == "stream":
-        fits = streams(a, b) and rows <= config.bm and k % config.bk == 0 and config.bn % (16 * config.warps) == 0
+        even = k % (config.groups * config.bk) == 0 and config.groups * config.bn % (16 * config.warps) == 0
+        fits = streams(a, b) and rows <= config.bm and even and config.groups <= config.warps
         _require(fits, f"{op}: route stream does not take a {x_dtype} {tuple(a.shape)}, b {b} in {config}")
         _stream(a, b, bias, out, config)
         return out

@@ -8,9 +8,13 @@ and walks K; a thread loads 16 codes of a row at once and decodes them where the
   below is checked by the compiler to move nothing.
 * Codes stay 32-bit words until they are decoded: as bytes, the compiler takes them apart and puts them together again.
 
-Tokens and scales of a program's share of K lie in shared memory, brought there once. Loads run one step ahead of the
-product in registers; the first ones are asked for in L2 before a program waits for the launch before its own. That asks
-for memory, it does not read it, so weights that the launch before is still writing are seen as it leaves them.
+Tokens and scales of a program's share of K lie in shared memory, brought there once, after the codes of two steps have
+been requested. Loads run one to two steps ahead of the product in registers. Warps may form groups that share out each
+step of K: their sums meet in shared memory, which is cheaper than more programs whose sums meet in global memory.
+Tokens are read once for each 16 or 32 outputs of a warp; with 16 tokens that is more bytes than the codes.
+
+Before a program waits for the launch before its own, it may ask for its first codes in L2. That asks for memory, it
+does not read it, so weights that the launch before is still writing are seen as it leaves them.
 
 Decoding is that of `decode_block.weights_bf16`, bit for bit.
 """
@@ -38,50 +42,68 @@ def _bases(first, last, column, rank):
 
 
 @gluon.constexpr_function
-def _words_layout(bn, bk, warps):
-    """(BN, BK/4) words: a thread has four consecutive ones of a row."""
+def _warps_of(groups, bn, warps, rank):
+    """Where warps stand among (groups * BN, ...) rows: those of a group side by side, then the groups."""
+    return _bases(16, warps // groups * 16, 0, rank) + _bases(bn, groups * bn, 0, rank)
+
+
+@gluon.constexpr_function
+def _words_layout(groups, bn, bk, warps):
+    """(groups * BN, BK/4) words: a thread has four consecutive ones of a row."""
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]] + _bases(16, bk // 4, 1, 2) + _bases(warps * 16, bn, 0, 2),
+        [[0, 1], [0, 2], [8, 0]] + _bases(16, bk // 4, 1, 2) + _bases(warps // groups * 16, bn, 0, 2),
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        _bases(16, warps * 16, 0, 2),
+        _warps_of(groups, bn, warps, 2),
         [],
-        [bn, bk // 4],
+        [groups * bn, bk // 4],
     )
 
 
 @gluon.constexpr_function
-def _units_layout(bn, bk, warps):
-    """The same as (BN, BK/16) units of one load."""
+def _units_layout(groups, bn, bk, warps):
+    """The same as (groups * BN, BK/16) units of one load."""
     return gl.DistributedLinearLayout(
-        [[8, 0]] + _bases(4, bk // 16, 1, 2) + _bases(warps * 16, bn, 0, 2),
+        [[8, 0]] + _bases(4, bk // 16, 1, 2) + _bases(warps // groups * 16, bn, 0, 2),
         [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        _bases(16, warps * 16, 0, 2),
+        _warps_of(groups, bn, warps, 2),
         [],
-        [bn, bk // 16],
+        [groups * bn, bk // 16],
     )
 
 
 @gluon.constexpr_function
-def _blocks_layout(bn, bk, warps):
-    """The same as (BN, BK/32, 8): by blocks of one scale."""
+def _factors_layout(groups, bn, bk, warps):
+    """(groups * BN, 2, BK/64) factors of blocks, the even ones first: a thread has one such half of a row."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [8, 0, 0]] + _bases(2, bk // 32, 1, 3) + _bases(warps * 16, bn, 0, 3),
-        [[0, 0, 4], [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        _bases(16, warps * 16, 0, 3),
+        _bases(1, bk // 64, 2, 3) + [[8, 0, 0]] + _bases(warps // groups * 16, bn, 0, 3),
+        [[0, 0, 0], [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        _warps_of(groups, bn, warps, 3),
         [],
-        [bn, bk // 32, 8],
+        [groups * bn, 2, bk // 64],
     )
 
 
 @gluon.constexpr_function
-def _tokens_layout(bm, bk, warps):
-    """(BM, BK) tokens: what a thread needs beside its words, alike in all warps."""
+def _blocks_layout(groups, bn, bk, warps):
+    """The words as (groups * BN, BK/64, 2, 8): by blocks of one scale."""
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8]] + _bases(64, bk, 1, 2) + _bases(8, bm, 0, 2),
-        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
-        [[0, 0] for _ in _bases(1, warps, 0, 2)],
+        [[0, 0, 0, 1], [0, 0, 0, 2], [8, 0, 0, 0]] + _bases(1, bk // 64, 1, 4) + _bases(warps // groups * 16, bn, 0, 4),
+        [[0, 0, 0, 4], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        _warps_of(groups, bn, warps, 4),
         [],
-        [bm, bk],
+        [groups * bn, bk // 64, 2, 8],
+    )
+
+
+@gluon.constexpr_function
+def _tokens_layout(groups, bm, bk, warps):
+    """(groups, BM, BK) tokens: what a thread needs beside its words, alike in all warps of a group."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + _bases(64, bk, 2, 3) + _bases(8, bm, 1, 3),
+        [[0, 0, 16], [0, 0, 32], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 0] for _ in _bases(1, warps // groups, 0, 3)] + _bases(1, groups, 0, 3),
+        [],
+        [groups, bm, bk],
     )
 
 
@@ -112,35 +134,43 @@ def _decode_asm(e5m2):
 
 @gluon.constexpr_function
 def _ask_asm(size):
-    return f"cp.async.bulk.prefetch.L2.global [$1], {size}; mov.u32 $0, 0;"
-
-
-@gluon.jit
-def _ask(at, SIZE: gl.constexpr):
-    """Ask for SIZE bytes from each pointer in L2: a hint, it reads nothing."""
-    asm: gl.constexpr = _ask_asm(SIZE)
-    gl.inline_asm_elementwise(asm, "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _words(at, wanted, BN: gl.constexpr, BK: gl.constexpr):
-    """int32 (BN, BK/4) from the pointers (BN, BK/16), if wanted; their neighbours in 256 bytes come as far as L2."""
-    wanted = gl.full([BN, BK // 16], wanted.to(gl.int32), gl.int32, at.type.layout)
-    a, b, c, d = gl.inline_asm_elementwise(
-        """{
+    return f"""{{
         .reg .pred wanted;
-        setp.ne.b32 wanted, $5, 0;
-        @wanted ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];
-        }""",
-        "=r,=r,=r,=r,l,r", [at.to(gl.int64), wanted],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
+        setp.ne.b32 wanted, $2, 0;
+        @wanted cp.async.bulk.prefetch.L2.global [$1], {size};
+        mov.u32 $0, 0;
+        }}"""
+
+
+@gluon.jit
+def _ask(at, wanted, SIZE: gl.constexpr):
+    """Ask for SIZE bytes from each pointer in L2, where wanted: a hint, it reads nothing."""
+    asm: gl.constexpr = _ask_asm(SIZE)
+    args = [at.to(gl.int64), wanted.to(gl.int32)]
+    gl.inline_asm_elementwise(asm, "=r,l,r", args, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _words(at, wanted, GROUPS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr):
+    """int32 (GROUPS * BN, BK/4) from pointers to units of 16, if wanted; neighbours in 256 bytes come as far as L2."""
+    load: gl.constexpr = "ld.global.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];"
+    if wanted is True:
+        a, b, c, d = gl.inline_asm_elementwise(
+            load, "=r,=r,=r,=r,l", [at.to(gl.int64)],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            "{ .reg .pred wanted; setp.ne.b32 wanted, $5, 0; @wanted " + load + " }",
+            "=r,=r,=r,=r,l,r", [at.to(gl.int64), gl.full(at.shape, wanted.to(gl.int32), gl.int32, at.type.layout)],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
     # no memory access crosses this: else the assembler delays the loads until right before the words are needed
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-    words = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [BN, BK // 4])
-    return gl.convert_layout(words, _words_layout(BN, BK, gl.num_warps()), assert_trivial=True)
+    words = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [GROUPS * BN, BK // 4])
+    return gl.convert_layout(words, _words_layout(GROUPS, BN, BK, gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
@@ -152,30 +182,39 @@ def _inside(row, rows, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _ordered(t, ROWS: gl.constexpr, BK: gl.constexpr):
-    """(ROWS, BK) in the tensor core's order of K, from (ROWS, ...) in memory's."""
-    t = gl.reshape(t, [ROWS, BK // 64, 4, 4, 2, 2])
-    return gl.reshape(gl.permute(t, [0, 1, 3, 4, 2, 5]), [ROWS, BK])
+def _ordered(t, GROUPS: gl.constexpr, ROWS: gl.constexpr, BK: gl.constexpr):
+    """(GROUPS, ROWS, BK) in the tensor core's order of K, from (GROUPS * ROWS, ...) in memory's."""
+    t = gl.reshape(t, [GROUPS * ROWS, BK // 64, 4, 4, 2, 2])
+    return gl.reshape(gl.permute(t, [0, 1, 3, 4, 2, 5]), [GROUPS, ROWS, BK])
 
 
 @gluon.jit
 def _times(acc, word, xs, fs, i, A: gl.constexpr, B: gl.constexpr, E5M2: gl.constexpr, BK: gl.constexpr):
-    """``acc`` plus one step: words (BN, BK/4) times tokens ``xs[i]``, with factors ``fs[i]``."""
-    BN: gl.constexpr = acc.shape[0]
-    BM: gl.constexpr = acc.shape[1]
+    """``acc`` (GROUPS, BN, BM) plus one step: words (GROUPS * BN, BK/4) times tokens ``xs[i]``, with factors ``fs[i]``.
+
+    A group has its own BK of K.
+    """
+    GROUPS: gl.constexpr = acc.shape[0]
+    BN: gl.constexpr = acc.shape[1]
+    BM: gl.constexpr = acc.shape[2]
     WARPS: gl.constexpr = gl.num_warps()
-    blocks: gl.constexpr = _blocks_layout(BN, BK, WARPS)
-    x = _ordered(xs.index(i).load(_tokens_layout(BM, BK, WARPS)), BM, BK)
-    x = gl.convert_layout(gl.permute(x, [1, 0]), B, assert_trivial=True)
-    f = (fs.index(i).load(gl.SliceLayout(2, blocks)).to(gl.int32) & 0xFFFF) * 0x10001  # in both halves
-    f = gl.expand_dims(f, 2) + gl.zeros([BN, BK // 32, 8], gl.int32, blocks)
-    f = gl.convert_layout(gl.reshape(f, [BN, BK // 4]), word.type.layout, assert_trivial=True)
+    blocks: gl.constexpr = _blocks_layout(GROUPS, BN, BK, WARPS)
+    x = _ordered(xs.index(i).load(_tokens_layout(GROUPS, BM, BK, WARPS)), GROUPS, BM, BK)
+    x = gl.convert_layout(gl.permute(x, [0, 2, 1]), B, assert_trivial=True)
+    f = gl.inline_asm_elementwise(  # in both halves of a word
+        "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;",
+        "=r,=r,r", [fs.index(i).load(_factors_layout(GROUPS, BN, BK, WARPS))],
+        dtype=gl.int32, is_pure=True, pack=2,
+    )  # fmt: skip
+    f = gl.convert_layout(gl.permute(f, [0, 2, 1]), gl.SliceLayout(3, blocks), assert_trivial=True)
+    f = gl.expand_dims(f, 3) + gl.zeros([GROUPS * BN, BK // 64, 2, 8], gl.int32, blocks)
+    f = gl.convert_layout(gl.reshape(f, [GROUPS * BN, BK // 4]), word.type.layout, assert_trivial=True)
     asm: gl.constexpr = _decode_asm(E5M2)
     c0, c1, c2, c3 = gl.inline_asm_elementwise(
         asm, "=h,=h,=h,=h,r,r", [word, f],
         dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
     )  # fmt: skip
-    w = _ordered(gl.join(gl.join(c0, c2), gl.join(c1, c3)), BN, BK)
+    w = _ordered(gl.join(gl.join(c0, c2), gl.join(c1, c3)), GROUPS, BN, BK)
     return mma_v2(gl.convert_layout(w, A, assert_trivial=True), x, acc)
 
 
@@ -209,83 +248,109 @@ def _stream_kernel(
     PDL: gl.constexpr,
     JOIN: gl.constexpr,
     ASK: gl.constexpr,  # steps asked for before the wait, no more than any program has
-    ASK_SCALES: gl.constexpr,  # bytes of a row, a multiple of 16 and no more than K/32
+    ASK_SCALES: gl.constexpr,  # bytes of a program's part of its tile's scales; 0 where tiles do not lie in one piece
     BM: gl.constexpr,
     BN: gl.constexpr,
     BK: gl.constexpr,
+    GROUPS: gl.constexpr,
     SPLIT: gl.constexpr,
     SHARE: gl.constexpr,  # a power of two, no less than the steps of any program
 ):
     """Grid (cdiv(N, BN), SPLIT): BN outputs of up to BM tokens over equal shares of the steps of K.
 
-    With JOIN the last program of a tile adds the partial sums in the order of K; without, they are left for another.
+    A step is GROUPS times BK of K, one BK for each group of warps. Groups meet at the end, in shared memory. With JOIN
+    the last program of a tile adds the partial sums in the order of K; without, they are left for another.
     """
     WARPS: gl.constexpr = gl.num_warps()
     BLOCKS: gl.constexpr = BK // 32
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
+    STEP: gl.constexpr = GROUPS * BK
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[GROUPS, WARPS // GROUPS, 1], instr_shape=[1, 16, 8]
+    )
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     tile, split = gl.program_id(0), gl.program_id(1)
-    steps = K // BK
+    steps = K // STEP
     first = split * steps // SPLIT
     count = (split + 1) * steps // SPLIT - first
 
-    # codes and scales to come, by one row or a piece of it for each thread
-    PIECES: gl.constexpr = max(1, WARPS * 32 // BN)
-    ask_layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // min(PIECES, 32), min(PIECES, 32)], [WARPS, 1], [1, 0])
-    ask_n = _inside(tile * BN + gl.arange(0, BN, gl.SliceLayout(1, ask_layout)), N, EVEN_N)
-    piece = gl.arange(0, PIECES, gl.SliceLayout(0, ask_layout))
-    ask_row = w_ptr + ask_n * stride_wn + first * BK
     if PDL:
-        _ask(ask_row[:, None] + piece[None, :] * (ASK * BK // PIECES), ASK * BK // PIECES)
-        line = (s_ptr + ask_n * stride_sn + gl.minimum(first * BLOCKS, K // 32 - ASK_SCALES)).to(gl.int64) // 16 * 16
-        _ask(line, ASK_SCALES)
+        # one thread's request takes the warp as long as any number of bytes: a row each, dealt out to the warps
+        lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        thread = gl.arange(0, WARPS * 32, lane_layout)
+        row = thread % 32 * WARPS + thread // 32
+        if ASK > 0:
+            at = w_ptr + _inside(tile * BN + row, N, EVEN_N) * stride_wn + first * STEP
+            _ask(at, row < BN, ASK * STEP)
+        if ASK_SCALES > 0:  # of a tile that lie in one piece, a part by each of its programs
+            at = s_ptr + (gl.cast(tile, gl.int64) * BN * (K // 32) + split * ASK_SCALES) + row * 0
+            _ask(at, row == 0, ASK_SCALES)
         gdc_wait()
         gdc_launch_dependents()
 
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [WARPS, 1], [1, 0])
-    xs = gl.allocate_shared_memory(gl.bfloat16, [SHARE, BM, BK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    x_m = gl.minimum(gl.arange(0, BM, gl.SliceLayout(1, x_layout)), M - 1).to(gl.int64)
-    x_at = x_ptr + (x_m * stride_xm)[:, None] + (first * BK + gl.arange(0, BK, gl.SliceLayout(0, x_layout)))[None, :]
-    for i in range(count):
-        async_copy.async_copy_global_to_shared(xs.index(i), x_at + i * BK)
-    async_copy.commit_group()
+    # codes of two steps, scales, tokens: what comes from furthest away is asked for first
+    units: gl.constexpr = _units_layout(GROUPS, BN, BK, WARPS)
+    v = gl.arange(0, GROUPS * BN, gl.SliceLayout(1, units))
+    unit = gl.arange(0, BK // 16, gl.SliceLayout(0, units))
+    n = _inside(tile * BN + v % BN, N, EVEN_N)
+    w_at = (w_ptr + n * stride_wn + (first * STEP + v // BN * BK))[:, None] + (unit * 16)[None, :]
+    word = _words(w_at, True, GROUPS, BN, BK)
+    ahead = _words(w_at + gl.minimum(count - 1, 1) * STEP, True, GROUPS, BN, BK)
 
     # scales become factors in bf16: bytes 0 and 255 are 2**-127 and NaN
-    LANES: gl.constexpr = min(SHARE, 32)
+    PARTS: gl.constexpr = SHARE * GROUPS  # of BK
+    LANES: gl.constexpr = min(PARTS, 32)
     s_layout: gl.constexpr = gl.BlockedLayout([1, 1, BLOCKS], [32 // LANES, LANES, 1], [WARPS, 1, 1], [2, 1, 0])
     s_n = tile * BN + gl.arange(0, BN, gl.SliceLayout(1, gl.SliceLayout(2, s_layout)))
-    s_i = gl.arange(0, SHARE, gl.SliceLayout(0, gl.SliceLayout(2, s_layout)))
+    s_i = gl.arange(0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, s_layout)))
     s_b = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(1, s_layout)))
     s_row = s_ptr + _inside(s_n, N, EVEN_N) * stride_sn
-    s_at = s_row[:, None, None] + ((first + s_i) * BLOCKS)[None, :, None] + s_b[None, None, :]
-    s = gl.load(s_at, mask=(s_i < count)[None, :, None], other=127)
+    s_at = s_row[:, None, None] + ((first * GROUPS + s_i) * BLOCKS)[None, :, None] + s_b[None, None, :]
+    s = gl.load(s_at, mask=(s_i < count * GROUPS)[None, :, None], other=127)
 
-    units: gl.constexpr = _units_layout(BN, BK, WARPS)
-    n = _inside(tile * BN + gl.arange(0, BN, gl.SliceLayout(1, units)), N, EVEN_N)
-    unit = gl.arange(0, BK // 16, gl.SliceLayout(0, units))
-    w_at = (w_ptr + n * stride_wn + first * BK)[:, None] + (unit * 16)[None, :]
-    word = _words(w_at, count > 0, BN, BK)
+    # tokens by two steps at a time; the first two need not wait for all
+    TWO: gl.constexpr = min(SHARE, 2) * GROUPS
+    WP: gl.constexpr = min(WARPS, TWO)
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // BK, BK // 8], [WP, WARPS // WP, 1], [2, 1, 0])
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    xs = gl.allocate_shared_memory(gl.bfloat16, [PARTS // TWO, TWO, BM, BK], swizzled)
+    x_i = gl.arange(0, TWO, gl.SliceLayout(1, gl.SliceLayout(2, x_layout)))[:, None, None]
+    x_m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(2, x_layout)))[None, :, None]
+    x_k = gl.arange(0, BK, gl.SliceLayout(0, gl.SliceLayout(1, x_layout)))[None, None, :]
+    x_at = x_ptr + x_m.to(gl.int64) * stride_xm + (first * STEP + x_i * BK + x_k)
+    for j in gl.static_range(PARTS // TWO):
+        mask = (x_m < M) & (j * TWO + x_i < count * GROUPS)
+        async_copy.async_copy_global_to_shared(xs.index(j), x_at + j * TWO * BK, mask=mask)
+        if j == 0:
+            async_copy.commit_group()
+    async_copy.commit_group()
+    xs = xs._reinterpret(gl.bfloat16, [SHARE, GROUPS, BM, BK], swizzled)
 
     bits = gl.maximum(s.to(gl.int16) << 7, 0x0040)
     bits = gl.where(s == 255, 0x7FC0, bits).to(gl.int16)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    fs = gl.allocate_shared_memory(gl.int16, [SHARE * BN, BLOCKS], plain)
-    fs.store(gl.reshape(gl.permute(bits, [1, 0, 2]), [SHARE * BN, BLOCKS]))
-    fs = fs._reinterpret(gl.int16, [SHARE, BN, BLOCKS], plain)
-    async_copy.wait_group(0)
+    fs = gl.allocate_shared_memory(gl.int16, [PARTS * BN, BLOCKS], plain)
+    bits = gl.permute(gl.reshape(bits, [BN, PARTS, BLOCKS // 2, 2]), [1, 0, 3, 2])
+    fs.store(gl.reshape(bits, [PARTS * BN, BLOCKS]))
+    fs = fs._reinterpret(gl.int16, [SHARE, GROUPS * BN, 2, BLOCKS // 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    async_copy.wait_group(1)
     _barrier()
 
-    acc = gl.zeros([BN, BM], gl.float32, mma)
+    acc = gl.zeros([GROUPS, BN, BM], gl.float32, mma)
     for i in range(0, count, 2):
-        ahead = _words(w_at + (i + 1) * BK, i + 1 < count, BN, BK)
+        if i == 2:
+            async_copy.wait_group(0)
+            _barrier()
         acc = _times(acc, word, xs, fs, i, A, B, E5M2, BK)
-        word = _words(w_at + (i + 2) * BK, i + 2 < count, BN, BK)
+        word = _words(w_at + (i + 2) * STEP, i + 2 < count, GROUPS, BN, BK)
         if i + 1 < count:
             acc = _times(acc, ahead, xs, fs, i + 1, A, B, E5M2, BK)
+        ahead = _words(w_at + (i + 3) * STEP, i + 3 < count, GROUPS, BN, BK)
 
-    m = gl.arange(0, BM, gl.SliceLayout(0, mma))
-    n_out = tile * BN + gl.arange(0, BN, gl.SliceLayout(1, mma))
+    acc = gl.sum(acc, 0)
+    out: gl.constexpr = gl.SliceLayout(0, mma)
+    m = gl.arange(0, BM, gl.SliceLayout(0, out))
+    n_out = tile * BN + gl.arange(0, BN, gl.SliceLayout(1, out))
     if SPLIT > 1:
         plane = gl.cast(N, gl.int64) * BM
         at = part_ptr + n_out.to(gl.int64)[:, None] * BM + m[None, :]

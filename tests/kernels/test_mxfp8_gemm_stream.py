@@ -19,7 +19,9 @@ STREAM = [
     GemmConfig("stream", 16, 256, 128, 3, 8, 4, join=True),
     GemmConfig("stream", 16, 128, 256, 4, 8, 1, join=True),
     GemmConfig("stream", 16, 64, 128, 2, 4, 1),  # without join: a second launch
-    GemmConfig("stream", 16, 256, 256, 5, 16, 2, join=True),
+    GemmConfig("stream", 16, 256, 256, 5, 8, 2, join=True),
+    GemmConfig("stream", 16, 64, 128, 1, 16, 2, groups=4),
+    GemmConfig("stream", 16, 128, 128, 3, 8, 3, join=True, groups=2),
 ]
 
 
@@ -34,6 +36,11 @@ def operands(m, n, k, device, elem="e4m3"):
     g = torch.Generator().manual_seed(m + n + k)
     b = quantize_reference(torch.randn(n, k, generator=g), elem=elem).to(device)
     return torch.randn(m, k, generator=g).to(device, BF16), b
+
+
+def taken(k):
+    """The configurations whose steps divide K."""
+    return [c for c in STREAM if k % (c.groups * c.bk) == 0]
 
 
 def exact_operands(m, n, k, device):
@@ -66,14 +73,18 @@ def test_operands_the_stream_route_refuses(device):
         assert not streams(x[:, : w.shape[1]], w)
         with pytest.raises(ValueError, match="route stream does not take"):
             gemm(x[:, : w.shape[1]], w, config=STREAM[0])
-    with pytest.raises(ValueError, match="route stream does not take"):
-        gemm(torch.zeros(9, 512, dtype=BF16, device=device), b, config=GemmConfig("stream", 8, 128, 128, 1, 8, 2))
+    nine = torch.zeros(9, 512, dtype=BF16, device=device)
+    for tile in ((8, 128, 128, 1, 8, 2), (16, 16, 128, 1, 4, 2, False, 8), (16, 64, 256, 1, 16, 2, False, 4)):
+        with pytest.raises(ValueError, match="route stream does not take"):
+            gemm(nine, b, config=GemmConfig("stream", *tile))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", STREAM, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(256, 512), (200, 768), (5120, 2560), (72, 1280)], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (200, 768), (5120, 2560), (72, 1280), (128, 4096)], ids=str)
 def test_stream_gives_exact_sums(n, k, config, hopper):
+    if k % (config.groups * config.bk):
+        pytest.skip("K is no multiple of a step")
     for m in (1, 5, 16):
         a, b = exact_operands(m, n, k, hopper)
         assert torch.equal(gemm(a, b, out_dtype=F32, config=config).double(), reference(a, b)), m
@@ -83,7 +94,7 @@ def test_stream_gives_exact_sums(n, k, config, hopper):
 @pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("config", STREAM, ids=str)
 def test_stream_matches_the_dequantised_product(config, elem, hopper):
-    a, b = operands(STREAM_ROWS, 520, 1280, hopper, elem)
+    a, b = operands(STREAM_ROWS, 520, 1536, hopper, elem)
     bias = torch.randn(520, device=hopper)
     y = gemm(a, b, bias=bias, out_dtype=F32, config=config)
     assert_close("y", reference(a, b) + bias.double(), y, 1e-5)
@@ -93,7 +104,8 @@ def test_stream_matches_the_dequantised_product(config, elem, hopper):
 
 
 @pytest.mark.gpu
-def test_stream_decodes_every_code_and_scale(hopper):
+@pytest.mark.parametrize("config", [STREAM[1], STREAM[5]], ids=str)
+def test_stream_decodes_every_code_and_scale(config, hopper):
     """One code times one scale an output: all 256 codes, and the scale bytes that decoding can trip over."""
     code = torch.zeros(256, 512, dtype=torch.uint8, device=hopper)
     code[:, 37] = torch.arange(256, device=hopper)
@@ -103,7 +115,7 @@ def test_stream_decodes_every_code_and_scale(hopper):
         scale = torch.full((256, 16), 127, dtype=torch.uint8, device=hopper)
         scale[:, 1] = byte
         b = MXFP8Tensor(code.view(torch.float8_e4m3fn), scale)
-        y, want = gemm(a, b, out_dtype=F32, config=STREAM[1])[0], dequantize_reference(b, BF16)[:, 37].float()
+        y, want = gemm(a, b, out_dtype=F32, config=config)[0], dequantize_reference(b, BF16)[:, 37].float()
         assert torch.equal(y.isnan(), want.isnan()) and torch.equal(y.nan_to_num(), want.nan_to_num()), byte
 
 
@@ -124,7 +136,7 @@ def test_stream_reads_and_writes_nothing_else(hopper):
     a, _ = within(ref_a, float("nan"))
     out, whole = within(torch.zeros(7, 200, device=hopper), float("nan"))
     b = MXFP8Tensor(code.view(torch.float8_e4m3fn), scale[:200])
-    for config in STREAM:
+    for config in taken(768):
         out.zero_()
         gemm(a, b, out=out, config=config)
         assert_close("y", reference(ref_a, ref_b), out, 1e-5)
@@ -132,7 +144,7 @@ def test_stream_reads_and_writes_nothing_else(hopper):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [STREAM[1], STREAM[3], GemmConfig("bf16", 16, 64, 256, 3, 4, 3, True)], ids=str)
+@pytest.mark.parametrize("config", [*STREAM[3:], GemmConfig("bf16", 16, 64, 256, 3, 4, 3, True)], ids=str)
 def test_overlapped_launches_wait_for_each_other(config, hopper):
     """Each product takes the one before it as its tokens, and weights change right before they are read."""
     first, then = ([quantize_reference(torch.randn(2048, 2048, device=hopper) / 45) for _ in range(4)] for _ in "ab")
@@ -171,9 +183,11 @@ import compile_cases as cases
 from beam_moe.kernels import mxfp8 as q
 from beam_moe.kernels.mxfp8.gemm import GemmConfig
 with cases.pretend(90) as compiled:
-    b = q.quantize(cases.empty(5120, 2560))
-    for bm, bn, bk, split, warps in ((8, 256, 128, 8, 8), (16, 256, 128, 8, 8), (16, 256, 256, 4, 16), (16, 64, 128, 2, 4)):
-        q.gemm(cases.empty(bm, 2560), b, config=GemmConfig("stream", bm, bn, bk, split, warps, 2, True))
+    b = q.quantize(cases.empty(8192, 8192))
+    for bm, bn, bk, split, warps, groups in (
+        (8, 64, 256, 1, 16, 4), (8, 128, 256, 4, 8, 1), (16, 256, 256, 4, 8, 1), (16, 128, 256, 2, 16, 2)
+    ):
+        q.gemm(cases.empty(bm, 8192), b, config=GemmConfig("stream", bm, bn, bk, split, warps, 2, True, groups))
 for name, kernel, _ in compiled:
     if name.endswith("_stream_kernel"):
         ptx = kernel.asm["ptx"]
@@ -181,7 +195,7 @@ for name, kernel, _ in compiled:
             "shared": kernel.metadata.shared, "local": ".local" in ptx, "wide": ptx.count("L2::256B.v4"),
             "bytes": ptx.count("ld.global.u8") + ptx.count("ld.global.b8"),
         }))
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.compile
@@ -194,4 +208,4 @@ def test_stream_compiles_for_hopper(tmp_path):
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(rows) == 4
     for row in rows:
-        assert row["shared"] <= 113 << 10 and not row["local"] and row["wide"] and not row["bytes"], row
+        assert row["shared"] <= 227 << 10 and not row["local"] and row["wide"] and not row["bytes"], row
