@@ -42,6 +42,7 @@ runs vLLM's kernels under a subclass that only declares it.
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -657,6 +658,21 @@ class Running:
     stage: str
 
 
+def processors_near(gpu: str, root: Path = Path("/sys/bus/pci/devices")) -> set[int] | None:
+    """Processors of the memory node that a GPU hangs on; None where the machine does not say."""
+    query = ["nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader", "-i", gpu]
+    try:
+        bus = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().lower()
+        ranges = (root / bus[-12:] / "local_cpulist").read_text().strip()
+        near = set()
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            near |= set(range(int(first), int(last or first) + 1))
+        return near & os.sched_getaffinity(0) or None
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
 def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path, port: int, turns: bool) -> Running:
     """Start a cell's process, in a process group of its own; with ``turns`` it waits for `give_turns`."""
     name = "_".join(str(v).replace(",", "+") for v in cell.values()) + f"_tp{opts.tp}pp{opts.pp}"
@@ -676,11 +692,13 @@ def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path
     cache = opts.work / name / "cache" if turns else opts.work / "cache"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_CACHE_ROOT": str(cache)}
     env["VLLM_PORT"] = str(port)
+    near = processors_near(gpus[0])  # a step that waits for the host is longer from the other socket
     with open(logs / f"{name}.log", "w") as log:
         # outside the checkout: vLLM's own subprocesses would import its folders by their bare names
         process = subprocess.Popen(
-            command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=opts.work, start_new_session=True
-        )
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=opts.work, start_new_session=True,
+            preexec_fn=near and functools.partial(os.sched_setaffinity, 0, near),
+        )  # fmt: skip
     now = time.monotonic()
     return Running(process, name, rows, gpus, now, now + opts.timeout, "starting" if turns else "measured")
 

@@ -482,3 +482,19 @@ def test_time_that_the_host_gave_to_others(bench, tmp_path):
     stat.write_text(f"cpu  1 2 3 4 5 6 7 {3 * os.sysconf('SC_CLK_TCK')} 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n")
     assert bench.stolen_s(str(stat)) == 3.0
     assert bench.stolen_s(str(tmp_path / "none")) == 0.0
+
+
+def test_cells_run_near_their_gpu(bench, tmp_path, monkeypatch):
+    """Where the machine does not say what is near, or names only processors that are not ours, nothing is pinned."""
+    own = min(os.sched_getaffinity(0))
+    folder = tmp_path / "0000:1b:00.0"
+    folder.mkdir()
+    answer = subprocess.CompletedProcess([], 0, stdout="00000000:1B:00.0\n")
+    monkeypatch.setattr(bench.subprocess, "run", lambda *args, **kwargs: answer)
+    for text, near in ((f"{own}", {own}), (f"4000-4100,{own}\n", {own}), ("4000-4100", None), ("", None)):
+        (folder / "local_cpulist").write_text(text)
+        assert bench.processors_near("0", tmp_path) == near
+    assert bench.processors_near("0", tmp_path / "none") is None
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench.processors_near("0", tmp_path) is None, "no nvidia-smi"
