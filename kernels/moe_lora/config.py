@@ -44,7 +44,6 @@ class MoEConfig:
     down_stages: int = 5
     down_tiles: int = 1  # row tiles of W2 that one program takes one after another
     down_whole: bool = False  # a tile of W2 spans all of I in one step, and h stays in shared memory
-    down_asks: bool = False  # down asks for its weights while activate still works, where the three launches are apart
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
@@ -217,7 +216,6 @@ _DENSE: _Groups = (
             (True, 64, 4, 3, 8),
         ),
     ),
-    (("down_asks",), ((False,), (True,))),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),
     (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
     (("block_m",), ((8,), (16,), (32,), (64,), (128,))),

@@ -25,7 +25,6 @@ from beam_moe.kernels.moe_lora.mxfp8 import (
 )
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
-    ask_for,
     dot,
     dot_fp32,
     let_next_start,
@@ -211,13 +210,6 @@ def down_unit(
         if expert >= 0:
             wait_for_count(counts_ptr + MAX_BLOCKS + block, wanted, INTERPRETED)
     else:
-        if ASK and not INTERPRETED:
-            # nothing reads memory while activate works on a few tokens
-            lines = tl.arange(0, triton.next_power_of_2((I + 63) // 64)) * 64
-            for i in range(tiles):
-                row = (first_tile + i) * BLOCK_N + offs_n
-                asked = w2_ptr + e * stride_we + row.to(tl.int64)[:, None] * stride_wn + lines[None, :]
-                ask_for(asked, (row < H)[:, None] & (lines < I)[None, :] & (expert >= 0))
         wait_for_previous(PDL)
         let_next_start(PDL)
     if expert >= 0:
@@ -421,7 +413,6 @@ def _down_kernel(
     SOFT: tl.constexpr = False,
     W_TMA: tl.constexpr = False,
     STAGES: tl.constexpr = 3,
-    ASK: tl.constexpr = False,  # for a dense W2 before the wait
 ):
     """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), after the blocks of tokens where experts share B2.
 
@@ -452,5 +443,5 @@ def _down_kernel(
             EVEN_N=H % (BLOCK_N * TILES_PER_PROGRAM) == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
             BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr,
             stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT,
-            W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, ASK=ASK,
+            W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False,
         )  # fmt: skip

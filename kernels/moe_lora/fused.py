@@ -292,7 +292,6 @@ def _run(
             WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
             num_warps=cfg.down_warps, STAGES=cfg.down_stages, **common, **down_base,
-            ASK=cfg.down_asks and pdl and w2.dtype == x.dtype,
         )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h

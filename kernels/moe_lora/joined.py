@@ -202,7 +202,7 @@ def _joined_kernel(
                     BLOCK_N=DOWN_N, BLOCK_K=DOWN_K, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL,
                     scales_ptr=scales2_ptr, words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE,
                     FP16=DOWN_FP16, NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES,
-                    counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, ASK=False,
+                    counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True,
                 )  # fmt: skip
     elif SHARED_B:
         first = (place - (MAX_BLOCKS + 2 * LAG) * STEP) * TOKENS

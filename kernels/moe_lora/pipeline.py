@@ -27,15 +27,6 @@ def let_next_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def ask_for(ptrs, mask):
-    """Ask memory for the 128 bytes at each pointer, to lie in L2; returns at once, and nothing."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred asks; setp.ne.b32 asks, $2, 0; @asks prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
-        [ptrs.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def count_up(count_ptr):
     """Say that this program's writes are done: they can be seen by whoever finds the count raised."""
     tl.debug_barrier()  # the writes of all threads come before the one thread's release
