@@ -470,15 +470,17 @@ def stream_split(bm: int, bn: int, step: int, per_sm: int, n: int, k: int) -> in
 def stream_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
     """Tiles of the route `stream`: 16 warps an SM where a warp has 16 outputs, 8 where it has 32."""
     bm = 8 if rows <= 8 else 16
-    forms = [(64, 256, 16, 4), (64, 256, 8, 4), (64, 256, 8, 2), (64, 256, 4, 1)]  # bn, bk, warps, groups
-    forms += [(128, 256, 16, 2), (128, 256, 8, 2), (128, 256, 8, 1), (128, 256, 4, 1), (256, 256, 8, 1)]
-    forms += [(64, 128, 16, 4), (128, 128, 16, 2)]
+    forms = [(64, 256, 16, 4), (64, 128, 16, 4), (64, 256, 8, 2), (64, 256, 4, 1)]  # bn, bk, warps, groups
+    forms += [(128, 256, 16, 2), (128, 128, 16, 2), (128, 256, 8, 1), (128, 256, 4, 1)]
+    forms += [(64, 128, 8, 4)] if bm == 8 else [(128, 256, 8, 2), (128, 128, 8, 2), (128, 128, 4, 1), (256, 256, 8, 1)]
     out = []
     for bn, bk, warps, groups in forms:
         wide = groups * bn == 32 * warps
         split = stream_split(bm, bn, groups * bk, (8 if wide else 16) // warps, n, k)
         if k % (groups * bk) == 0 and split is not None:
-            out += [GemmConfig("stream", bm, bn, bk, split, warps, ask, True, groups) for ask in (1, 2, 3)]
+            ahead = 512 // bk  # what the kernel has under way: nothing, half or all of it asked for before the wait
+            stages = (1, 1 + ahead // 2, 1 + ahead)
+            out += [GemmConfig("stream", bm, bn, bk, split, warps, ask, True, groups) for ask in stages]
     return out
 
 

@@ -8,10 +8,10 @@ and walks K; a thread loads 16 codes of a row at once and decodes them where the
   below is checked by the compiler to move nothing.
 * Codes stay 32-bit words until they are decoded: as bytes, the compiler takes them apart and puts them together again.
 
-Tokens and scales of a program's share of K lie in shared memory, brought there once, after the codes of two steps have
-been requested. Loads run one to two steps ahead of the product in registers. Warps may form groups that share out each
-step of K: their sums meet in shared memory, which is cheaper than more programs whose sums meet in global memory.
-Tokens are read once for each 16 or 32 outputs of a warp; with 16 tokens that is more bytes than the codes.
+Tokens and scales of a program's share of K lie in shared memory, brought there once, after the first codes have been
+requested; 512 codes of each row are under way in registers at any time. Warps may form groups that share out each step
+of K: their sums meet in shared memory, not in global memory as those of several programs. A warp reads the tokens once
+for its 16 or 32 outputs: 16 tokens are twice as many bytes as the codes of 16 outputs.
 
 Before a program waits for the launch before its own, it may ask for its first codes in L2. That asks for memory, it
 does not read it, so weights that the launch before is still writing are seen as it leaves them.
@@ -264,6 +264,7 @@ def _stream_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     BLOCKS: gl.constexpr = BK // 32
     STEP: gl.constexpr = GROUPS * BK
+    AHEAD: gl.constexpr = max(2, 512 // BK)  # steps that are requested while one is multiplied
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[GROUPS, WARPS // GROUPS, 1], instr_shape=[1, 16, 8]
     )
@@ -288,14 +289,15 @@ def _stream_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    # codes of two steps, scales, tokens: what comes from furthest away is asked for first
+    # codes, scales, tokens: what comes from furthest away is asked for first
     units: gl.constexpr = _units_layout(GROUPS, BN, BK, WARPS)
     v = gl.arange(0, GROUPS * BN, gl.SliceLayout(1, units))
     unit = gl.arange(0, BK // 16, gl.SliceLayout(0, units))
     n = _inside(tile * BN + v % BN, N, EVEN_N)
     w_at = (w_ptr + n * stride_wn + (first * STEP + v // BN * BK))[:, None] + (unit * 16)[None, :]
-    word = _words(w_at, True, GROUPS, BN, BK)
-    ahead = _words(w_at + gl.minimum(count - 1, 1) * STEP, True, GROUPS, BN, BK)
+    words = (_words(w_at, True, GROUPS, BN, BK),)
+    for d in gl.static_range(1, AHEAD):
+        words = words + (_words(w_at + gl.minimum(count - 1, d) * STEP, True, GROUPS, BN, BK),)
 
     # scales become factors in bf16: bytes 0 and 255 are 2**-127 and NaN
     PARTS: gl.constexpr = SHARE * GROUPS  # of BK
@@ -308,19 +310,20 @@ def _stream_kernel(
     s_at = s_row[:, None, None] + ((first * GROUPS + s_i) * BLOCKS)[None, :, None] + s_b[None, None, :]
     s = gl.load(s_at, mask=(s_i < count * GROUPS)[None, :, None], other=127)
 
-    # tokens by two steps at a time; the first two need not wait for all
-    TWO: gl.constexpr = min(SHARE, 2) * GROUPS
-    WP: gl.constexpr = min(WARPS, TWO)
+    # tokens by AHEAD steps at a time; the first of them need not wait for all
+    SOME: gl.constexpr = min(SHARE, AHEAD) * GROUPS
+    WP: gl.constexpr = min(WARPS, SOME)
     x_layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // BK, BK // 8], [WP, WARPS // WP, 1], [2, 1, 0])
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    xs = gl.allocate_shared_memory(gl.bfloat16, [PARTS // TWO, TWO, BM, BK], swizzled)
-    x_i = gl.arange(0, TWO, gl.SliceLayout(1, gl.SliceLayout(2, x_layout)))[:, None, None]
+    xs = gl.allocate_shared_memory(gl.bfloat16, [PARTS // SOME, SOME, BM, BK], swizzled)
+    x_i = gl.arange(0, SOME, gl.SliceLayout(1, gl.SliceLayout(2, x_layout)))[:, None, None]
     x_m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(2, x_layout)))[None, :, None]
     x_k = gl.arange(0, BK, gl.SliceLayout(0, gl.SliceLayout(1, x_layout)))[None, None, :]
+    stride_xm = stride_xm // 8 * 8  # as it is, but a compiler that knows no multiple of 16 does not see it
     x_at = x_ptr + x_m.to(gl.int64) * stride_xm + (first * STEP + x_i * BK + x_k)
-    for j in gl.static_range(PARTS // TWO):
-        mask = (x_m < M) & (j * TWO + x_i < count * GROUPS)
-        async_copy.async_copy_global_to_shared(xs.index(j), x_at + j * TWO * BK, mask=mask)
+    for j in gl.static_range(PARTS // SOME):
+        mask = (x_m < M) & (j * SOME + x_i < count * GROUPS)
+        async_copy.async_copy_global_to_shared(xs.index(j), x_at + j * SOME * BK, mask=mask)
         if j == 0:
             async_copy.commit_group()
     async_copy.commit_group()
@@ -337,16 +340,17 @@ def _stream_kernel(
     _barrier()
 
     acc = gl.zeros([GROUPS, BN, BM], gl.float32, mma)
-    for i in range(0, count, 2):
-        if i == 2:
+    for i in range(0, count, AHEAD):
+        if i == AHEAD:
             async_copy.wait_group(0)
             _barrier()
-        acc = _times(acc, word, xs, fs, i, A, B, E5M2, BK)
-        word = _words(w_at + (i + 2) * STEP, i + 2 < count, GROUPS, BN, BK)
-        if i + 1 < count:
-            acc = _times(acc, ahead, xs, fs, i + 1, A, B, E5M2, BK)
-        ahead = _words(w_at + (i + 3) * STEP, i + 3 < count, GROUPS, BN, BK)
+        for d in gl.static_range(AHEAD):
+            if i + d < count:
+                acc = _times(acc, words[0], xs, fs, i + d, A, B, E5M2, BK)
+            later = i + d + AHEAD
+            words = words[1:] + (_words(w_at + later * STEP, later < count, GROUPS, BN, BK),)
 
+    async_copy.wait_group(0)  # where there were few steps; the memory may serve the sum
     acc = gl.sum(acc, 0)
     out: gl.constexpr = gl.SliceLayout(0, mma)
     m = gl.arange(0, BM, gl.SliceLayout(0, out))
