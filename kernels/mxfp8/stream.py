@@ -275,6 +275,12 @@ def _stream_kernel(
     first = split * steps // SPLIT
     count = (split + 1) * steps // SPLIT - first
 
+    units: gl.constexpr = _units_layout(GROUPS, BN, BK, WARPS)
+    v = gl.arange(0, GROUPS * BN, gl.SliceLayout(1, units))
+    unit = gl.arange(0, BK // 16, gl.SliceLayout(0, units))
+    n = _inside(tile * BN + v % BN, N, EVEN_N)
+    w_at = (w_ptr + n * stride_wn + (first * STEP + v // BN * BK))[:, None] + (unit * 16)[None, :]
+
     if PDL:
         # one thread's request takes the warp as long as any number of bytes: a row each, dealt out to the warps
         lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -290,11 +296,6 @@ def _stream_kernel(
         gdc_launch_dependents()
 
     # codes, scales, tokens: what comes from furthest away is asked for first
-    units: gl.constexpr = _units_layout(GROUPS, BN, BK, WARPS)
-    v = gl.arange(0, GROUPS * BN, gl.SliceLayout(1, units))
-    unit = gl.arange(0, BK // 16, gl.SliceLayout(0, units))
-    n = _inside(tile * BN + v % BN, N, EVEN_N)
-    w_at = (w_ptr + n * stride_wn + (first * STEP + v // BN * BK))[:, None] + (unit * 16)[None, :]
     words = (_words(w_at, True, GROUPS, BN, BK),)
     for d in gl.static_range(1, AHEAD):
         words = words + (_words(w_at + gl.minimum(count - 1, d) * STEP, True, GROUPS, BN, BK),)
