@@ -132,7 +132,7 @@ def plot_tax(rows: list[dict], folder: Path) -> None:
 def plot_engine(rows: list[dict], folder: Path) -> None:
     """us per layer of the engine's whole decode step."""
     rows = [r for r in rows if r["arch"] == "beam" and r["base"] == "bf16" and (r["tp"], r["pp"]) == (1, 1)]
-    rows = [r for r in rows if not r["attention_adapter"] and r["layers"] == 12 and r["rank"] in (0, 32)]
+    rows = [r for r in rows if not r["attention_adapter"] and r["layers"] == 16 and r["rank"] in (0, 32)]
     rows = [r for r in rows if r.get("of_tp", 8) == 8]
     batches = sorted({r["batch"] for r in rows})
     if not batches:
@@ -150,7 +150,7 @@ def plot_engine(rows: list[dict], folder: Path) -> None:
         axes.bar(x, [time[b] for b in here], 0.13, color=color, label=f"{adapters}: {kernels}")
     axes.set_xticks(range(len(batches)), [str(b) for b in batches])
     axes.set(
-        xlabel="batch", ylabel="us per layer", title="vLLM 0.33 decode step, Beam, one rank of TP 8, bf16, 12 layers"
+        xlabel="batch", ylabel="us per layer", title="vLLM 0.33 decode step, Beam, one rank of TP 8, bf16, 16 layers"
     )
     axes.legend(fontsize=8)
     figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)

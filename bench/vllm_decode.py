@@ -1,7 +1,7 @@
 """Decode speed of the real vLLM engine with and without expert LoRA: stock kernels and ours, one ladder, same settings.
 
 Each cell is one engine in one process: Beam itself (or Qwen3-MoE of the same geometry) with the share of a sparse layer
-that one of TP8's ranks holds (hidden 5120, 2560 / 8 = 320 columns, 256 experts, top-8, 6 of 48 heads), 12 such layers,
+that one of TP8's ranks holds (hidden 5120, 2560 / 8 = 320 columns, 256 experts, top-8, 6 of 48 heads), 16 such layers,
 random weights and a router re-initialised to near-uniform choice. A step's time is the difference between a long and a
 short generation over the tokens between them, so prefill and start-up cancel. ``us_per_layer`` is the whole step,
 sampling and scheduling included, over the layers; ``host_stolen_s`` is what other machines of the host took meanwhile.
@@ -60,6 +60,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCAB, RANK = 5120, 2560, 256, 8, 151936, 32
 WIDE, HEADS, KV_HEADS, LAYERS, DENSE = 20480, 48, 8, 52, 3
 SHARE = 8  # of a single rank's cells: one of eight tensor-parallel ranks
+SHARE_LAYERS = 16  # of such a cell: with fewer a step of 8 requests waits for the host, and not for the GPU
 PROMPT, SHORT, LONG = 64, 32, 288
 STOCK = "beam_moe_bench_stock"
 OPTIONAL = {
@@ -505,7 +506,10 @@ def case_of(row: dict) -> str:
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """Every row with its speed over stock's: bf16 per-expert LoRA; the same base and layout; the same base, no LoRA."""
+    """Every row with its speed over stock's: bf16 per-expert LoRA; the same base and layout; the same base, no adapter.
+
+    The last is an engine without LoRA, or, where none was measured, one that has it and no request that uses it.
+    """
     time_of = {row["case"]: row["us_per_layer"] for row in rows}
 
     def stock(row: dict, **changes) -> float | None:
@@ -515,6 +519,10 @@ def with_ratios(rows: list[dict]) -> list[dict]:
         elif not other.get("rank"):
             other["rank"] = RANK
         return time_of.get(case_of(other))
+
+    def bare(row: dict) -> str:
+        plain = {"adapters": "none", "attention_adapter": False, "target_modules": "all", "rank": 0}
+        return case_of({**row, **plain, "kernels": "stock", "lora_enabled": True})
 
     def over(us: float | None, row: dict) -> float | None:
         return None if us is None else round(us / row["us_per_layer"], 3)
@@ -527,7 +535,7 @@ def with_ratios(rows: list[dict]) -> list[dict]:
                 **row,
                 "ratio_to_stock_lora": over(stock(row, adapters="per-expert", base="bf16", lora_enabled=True), row),
                 "ratio_to_stock_same": over(stock(row, attention_adapter=attention), row),
-                "ratio_to_stock_base": over(stock(row, adapters="none"), row),
+                "ratio_to_stock_base": over(stock(row, adapters="none") or time_of.get(bare(row)), row),
             }
         )
     return out
@@ -913,7 +921,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention-cells", action="store_true", help="add cells with attention adapters")
     parser.add_argument("--only", help="arch/base/kernels/adapters[/rRANK] of the cells to run, by semicolon")
     parser.add_argument("--batches", help="by comma; 64,32,16,8,4,2,1, with --full 64,32,8,1")
-    parser.add_argument("--layers", type=int, help="12, with --full 52")
+    parser.add_argument("--layers", type=int, help="16, with --full 52")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
@@ -951,7 +959,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     opts.bases = opts.bases or ("mxfp8" if full else "bf16")
     opts.ranks = opts.ranks or ("16,32" if full else str(RANK))
     opts.batches = opts.batches or ("64,32,8,1" if full else "64,32,16,8,4,2,1")
-    opts.layers = opts.layers or (LAYERS if full else 12)
+    opts.layers = opts.layers or (LAYERS if full else SHARE_LAYERS)
     if not opts.of_tp and SHARE % opts.tp and not full:
         parser.error(f"--tp {opts.tp} does not divide {SHARE}: name --of-tp")
     opts.of_tp = opts.of_tp or (1 if full else SHARE // opts.tp)

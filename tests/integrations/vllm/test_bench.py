@@ -95,6 +95,9 @@ def test_ratios(bench):
     assert (bare["ratio_to_stock_lora"], bare["ratio_to_stock_same"], bare["ratio_to_stock_base"]) == (2.0, 1.2, 1.2)
     mx = got[bench.case_of(rows[6])]
     assert mx["ratio_to_stock_lora"] == 2.0 and mx["ratio_to_stock_same"] is None
+    # without an engine that has no LoRA, one whose requests use none stands for it
+    loaded = bench.with_ratios([row("stock", "none", 310.0), *rows[1:]])
+    assert next(r for r in loaded if r["case"] == bench.case_of(rows[5]))["ratio_to_stock_base"] == 1.033
     assert round(bench.deployment(86)) == 447, "the published figure is 86 us a layer on this per-rank work"
 
 
