@@ -19,6 +19,7 @@ _HOME = {
     "AdapterSource": "sync",
     "check_config": "spec",
     "swap_modules": "linears",
+    "check_recipe": "linears",
     "mxfp8_recipe": "linears",
     "save_adapter": "lora",
     "adapter_tensors": "lora",

@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from beam_moe.integrations.megatron.config import register_config
 from beam_moe.integrations.megatron.layers import BeamOutputLayer
+from beam_moe.integrations.megatron.linears import RecipeChecked
 from beam_moe.integrations.megatron.spec import check_config, get_beam_layer_spec
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ MODULE_KINDS = {
 
 
 @dataclass
-class BeamModelProvider(GPTModelProvider):
+class BeamModelProvider(RecipeChecked, GPTModelProvider):
     """Configuration and builder of Beam as a megatron-core ``GPTModel``: one Beam layer is one transformer layer.
 
     With one layer per layer, ``layer_number`` is the Hugging Face layer plus one, in router replay, pipeline splits

@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
+from megatron.core import parallel_state
+from megatron.core.quantization.quant_config import GlobMatcher, MatchContext, RecipeConfig
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -23,7 +24,7 @@ from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupe
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
 
 BLOCK = 32  # elements that share one MXFP8 scale
 FORMATS = ("bf16", "mxfp8")
@@ -41,6 +42,43 @@ def mxfp8_recipe(patterns: Sequence[str] = ("*",), *, keep: Sequence[str] = ()) 
     """
     matchers = [GlobMatcher(p, "bf16") for p in keep] + [GlobMatcher(p, "mxfp8") for p in patterns]
     return RecipeConfig(matchers, {f: {"format": f} for f in FORMATS})
+
+
+def check_recipe(chunks: list) -> list:
+    """Refuse a shell pattern of ``config.quant_recipe`` that no linear or expert of the whole model matches.
+
+    Such a pattern is a misspelt one: the modules meant would train in bf16, and nothing would say so. Collective over
+    pipeline stages. A pre-wrap hook for a provider, which gives ``chunks`` back; ours have it.
+
+    Raises:
+        ValueError: on every rank of the pipeline, naming the patterns.
+    """
+    recipe = unwrap_model(chunks[0]).config.quant_recipe
+    if recipe is None:
+        return chunks
+    modules = [(n, m) for c in chunks for n, m in unwrap_model(c).named_modules() if hasattr(m, "finish_init")]
+    paths = [MatchContext(n.replace(".to_wrap", ""), None) for n, _ in modules]  # LoRA's wrapper
+    globs = [m for m in recipe.matchers if isinstance(m, GlobMatcher)]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list = [None] * get_pg_size(group)
+    used = {g.pattern for g in globs if any(g.match(p) for p in paths)}
+    torch.distributed.all_gather_object(stages, used, group=group)
+    unused = [g.pattern for g in globs if g.pattern not in set().union(*stages)]
+    if unused:
+        raise ValueError(
+            f"check_recipe: patterns of quant_recipe must match a linear or the experts of a layer, got {unused}; "
+            "layers are numbered within the pipeline stage"
+        )
+    return chunks
+
+
+class RecipeChecked:
+    """Mixed into a provider: a recipe with a pattern that matches nothing is refused before weights are read."""
+
+    def finalize(self) -> None:
+        super().finalize()
+        if check_recipe not in getattr(self, "_pre_wrap_hooks", ()):
+            self.register_pre_wrap_hook(check_recipe, prepend=True)
 
 
 def _wants_mxfp8(module: object, quant_config, out_features: int, in_features: int) -> bool:

@@ -22,6 +22,7 @@ from megatron.bridge.peft import utils as peft_utils
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.peft.lora_layers import LoRALinear
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -318,13 +319,29 @@ def adapter_tensors(bridge, chunks, *, cpu: bool = True) -> dict[str, torch.Tens
     return dict(bridge.export_adapter_weights(chunks, cpu=cpu, show_progress=False))
 
 
-def adapter_scale(chunks) -> tuple[float, float]:
-    """``(alpha, dim)`` of the adapters on this rank; ``ValueError`` if alphas differ or there is no adapter."""
+def adapter_scale(chunks) -> tuple[float, list[int]]:
+    """``(alpha, dims)`` of the whole model's adapters, its ranks in ascending order.
+
+    Collective over pipeline stages, one of which may have no adapter: all ranks must call it. On each of them
+    ``ValueError`` if alphas differ or no stage has an adapter.
+    """
     wrapped = [m.adapter for c in chunks for m in c.modules() if isinstance(m, LoRALinear)]
-    alphas = {float(a.alpha) for a in wrapped}
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list = [None] * get_pg_size(group)
+    torch.distributed.all_gather_object(stages, {(float(a.alpha), a.dim) for a in wrapped}, group=group)
+    found = set().union(*stages)
+    alphas = {alpha for alpha, _ in found}
     if len(alphas) != 1:
         raise ValueError(f"adapter_scale: chunks must hold adapters of one alpha, got {sorted(alphas)}")
-    return alphas.pop(), Counter(a.dim for a in wrapped).most_common(1)[0][0]
+    return alphas.pop(), sorted({dim for _, dim in found})
+
+
+def peft_ranks(tensors: dict[str, torch.Tensor]) -> tuple[int, dict[str, int]]:
+    """PEFT's ``r`` and ``rank_pattern`` of factors by name: the commonest rank, and the modules of any other."""
+    ranks = {n.removesuffix(".lora_A.weight"): t.shape[-2] for n, t in tensors.items() if ".lora_A." in n}
+    ranks |= {n.removesuffix(".lora_B.weight"): t.shape[-1] for n, t in tensors.items() if ".lora_B." in n}
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    return rank, {n: r for n, r in ranks.items() if r != rank}
 
 
 def _indexed(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, torch.Tensor]:
@@ -362,19 +379,18 @@ def save_adapter(bridge, chunks, folder, *, layout: str = "per_expert", base_mod
     tensors = adapter_tensors(bridge, chunks)
     alpha, _ = adapter_scale(chunks)
     if torch.distributed.get_rank() == 0:
-        ranks = {n.removesuffix(".lora_A.weight"): t.shape[-2] for n, t in tensors.items() if ".lora_A." in n}
-        rank = Counter(ranks.values()).most_common(1)[0][0]
         plain = _indexed(tensors, config.num_experts if hasattr(config, "num_experts") else 0)
-        ranks = {n.removesuffix(".lora_A.weight"): t.shape[0] for n, t in plain.items() if ".lora_A." in n}
+        rank, rank_pattern = peft_ranks(plain if layout == "per_expert" else tensors)
+        modules = {n.rpartition(".lora_A.")[0] for n in plain if ".lora_A." in n}
         peft = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base_model,
             "r": rank,
             "lora_alpha": alpha,
-            "rank_pattern": {n: r for n, r in ranks.items() if r != rank},
+            "rank_pattern": rank_pattern,
             "alpha_pattern": {},
-            "target_modules": sorted({n.rpartition(".")[2] for n in ranks}),
+            "target_modules": sorted({n.rpartition(".")[2] for n in modules}),
             "bias": "none",
             "lora_dropout": 0.0,
             "use_rslora": False,

@@ -17,11 +17,12 @@ from beam_moe.integrations.megatron.bridge import (
     layer_mappings,
     model_mappings,
 )
+from beam_moe.integrations.megatron.linears import RecipeChecked
 from beam_moe.integrations.megatron.spec import get_moe_layer_spec
 
 
 @dataclass
-class MoEModelProvider(GPTModelProvider):
+class MoEModelProvider(RecipeChecked, GPTModelProvider):
     """A ``GPTModel`` of megatron-core's own layers with our linears and grouped experts."""
 
     transformer_layer_spec: object = get_moe_layer_spec

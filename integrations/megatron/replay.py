@@ -138,19 +138,26 @@ def set_routes(chunk, routes: torch.Tensor) -> None:
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
+def _act(chunk, action: RouterReplayAction | None) -> None:
+    for _, router in stage_routers(chunk):
+        router.router_replay.set_router_replay_action(action)
+
+
 def forward(chunk, routes: torch.Tensor | None, *args, **kwargs):
     """``chunk(*args, **kwargs)`` with ``routes`` (see `set_routes`), in the recomputation of its backward pass too.
 
-    None for ``routes``: the routers choose.
+    None for ``routes``: the routers choose, also between micro-batches that have routes.
     """
-    if routes is None:
+    if routes is None and not unwrap_model(chunk).config.moe_enable_routing_replay:
         return chunk(*args, **kwargs)
-    set_routes(chunk, routes)
+    if routes is None:
+        _act(chunk, None)
+    else:
+        set_routes(chunk, routes)
     output = chunk(*args, **kwargs)
 
     def recompute(_):
-        for _, router in stage_routers(chunk):
-            router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        _act(chunk, None if routes is None else RouterReplayAction.REPLAY_BACKWARD)
 
     if output.requires_grad:
         output.register_hook(recompute)  # runs as this micro-batch's backward pass begins
@@ -180,8 +187,7 @@ def recording(chunks: Sequence) -> Iterator[dict[int, torch.Tensor]]:
     _clear(chunks)
     chosen: dict[int, torch.Tensor] = {}
     for chunk in chunks:
-        for _, router in stage_routers(chunk):
-            router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+        _act(chunk, RouterReplayAction.RECORD)
     try:
         yield chosen
         for chunk in chunks:

@@ -34,6 +34,7 @@ REQUIRED = {
     "moe_router_fusion": (False, "the fused top-k returns before router replay"),
     "moe_shared_expert_overlap": (False, "Beam has no shared expert"),
     "context_parallel_size": (1, "SSMax needs the position of every query in its whole sequence"),
+    "hybrid_context_parallel": (False, "SSMax needs the position of every query in its whole sequence"),
     "gradient_accumulation_fusion": (False, "weight gradients must pass through autograd to reach our kernels"),
 }
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from beam_moe.integrations.megatron.lora import adapter_scale, adapter_tensors
+from beam_moe.integrations.megatron.lora import adapter_scale, adapter_tensors, peft_ranks
 from beam_moe.weight_sync import is_router
 
 
@@ -103,13 +103,17 @@ class AdapterSource:
     Args:
         bridge, chunks: as in `WeightSource`.
 
-    ``peft_config`` has ``r`` and ``lora_alpha`` for `beam_moe.load_adapter` and the engine.
+    ``peft_config`` has ``r``, ``lora_alpha`` and, where ranks differ, ``rank_pattern`` for `beam_moe.load_adapter` and
+    the engine. All ranks must make it and iterate.
     """
 
     def __init__(self, bridge, chunks):
         self.bridge, self.chunks = bridge, chunks
-        alpha, dim = adapter_scale(chunks)
-        self.peft_config = {"peft_type": "LORA", "r": dim, "lora_alpha": alpha}
+        alpha, dims = adapter_scale(chunks)
+        self.peft_config: dict = {"peft_type": "LORA", "r": dims[0], "lora_alpha": alpha}
+        if len(dims) > 1:  # which module has which rank is in the tensors alone
+            rank, pattern = peft_ranks(adapter_tensors(bridge, chunks, cpu=False))
+            self.peft_config.update(r=rank, rank_pattern=pattern)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in adapter_tensors(self.bridge, self.chunks, cpu=False).items():

@@ -93,6 +93,7 @@ CHANGES = {
     "moe_router_fusion": True,
     "moe_shared_expert_overlap": True,
     "context_parallel_size": 2,
+    "hybrid_context_parallel": True,
     "gradient_accumulation_fusion": True,
     "expert_tensor_parallel_size": 2,
     "moe_router_group_topk": 1,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from beam_moe.testing import assert_close
+from beam_moe.testing import assert_close, error_ratio
 
 KINDS = {
     "per_expert": {"share_expert_adapters": False},
@@ -309,3 +309,69 @@ def test_adapter_checkpoint_from_ep2_to_one_rank(ranks, kind, tmp_path):
     assert saved.keys() == loaded.keys() and len(saved) == 2 * 2 * 3
     for name, t in saved.items():
         assert torch.equal(t, again[name]) and torch.equal(t, loaded[name]), name
+
+
+ONE_SPARSE = {"mlp_layer_types": ["dense"] * 3 + ["sparse"]}
+EXPERTS = ["*.experts.linear_fc1", "*.experts.linear_fc2"]
+
+
+def written(folder, kind, pp=1, ep=1, **changes):
+    """Logits through the adapter and through stock PEFT's merge of the folder; what `AdapterSource` says of it."""
+    import megatron_ranks as m
+    from peft import PeftModel
+
+    from beam_moe import BeamMoEConfig, load_adapter
+    from beam_moe.integrations.megatron import AdapterSource, save_adapter
+
+    ref = m.reference(**ONE_SPARSE)
+    path = m.checkpoint(ref, folder / "hf")
+    bridge, _, chunks = m.load(path, pp=pp, ep=ep, hooks=[_lora(kind, **changes)])
+    got = m.run(chunks, m.tokens())
+    save_adapter(bridge, chunks, folder / "peft")
+    if kind == "shared_outer":
+        save_adapter(bridge, chunks, folder / "outer", layout="shared_outer")
+    source = AdapterSource(bridge, chunks)
+    config = BeamMoEConfig.from_hf(ref.config)
+    banks = [load_adapter(dict(source), config, peft_config=source.peft_config)]
+    banks += [load_adapter(folder / n, config) for n in ("peft", "outer") if (folder / n).exists()]
+    factors = [[getattr(b.experts[3], n) for n in ("w13_a", "w13_b", "w2_a", "w2_b")] for b in banks]
+    with torch.no_grad():
+        stock = PeftModel.from_pretrained(m.reference(**ONE_SPARSE), str(folder / "peft")).merge_and_unload()
+        return got, stock(m.tokens()), ref(m.tokens()), source.peft_config, factors
+
+
+WRITTEN = [
+    pytest.param({"kind": "per_expert", "pp": 2, "target_modules": EXPERTS}, 2, id="experts-only-pp2"),
+    pytest.param({"kind": "shared_outer", "pp": 2, "ep": 2}, 4, id="shared-outer-pp2-ep2"),
+    pytest.param({"kind": "per_expert", "pp": 2, "normalize_moe_lora": True}, 2, id="rank-by-module-pp2"),
+    pytest.param({"kind": "shared_outer", "normalize_moe_lora": True}, 1, id="rank-by-module-shared-outer"),
+]
+
+
+@pytest.mark.parametrize("case, world", WRITTEN)
+def test_adapters_of_one_sparse_layer(ranks, case, world):
+    """The first pipeline stage has no expert, so perhaps no adapter; a rank of experts below that of attention."""
+    for got, stock, bare, config, (memory, *files) in ranks("written", world, **case):
+        assert config["lora_alpha"] == 16 and ("rank_pattern" in config) == ("normalize_moe_lora" in case)
+        for other in files:
+            for a, b in zip(memory, other):
+                shape = torch.broadcast_shapes(a.shape, b.shape)
+                assert torch.equal(a.expand(shape), b.expand(shape))
+        if got is not None:
+            assert error_ratio(bare, got) > 1e-3
+            assert_close("merged by PEFT", stock, got, 1e-5)
+
+
+def no_adapter(folder, pp=1):
+    import megatron_ranks as m
+
+    from beam_moe.integrations.megatron import AdapterSource
+
+    bridge, _, chunks = m.load(m.checkpoint(m.reference(), folder / "hf"), pp=pp)
+    with pytest.raises(ValueError) as e:
+        AdapterSource(bridge, chunks)
+    return str(e.value)
+
+
+def test_a_model_without_adapters_is_refused_on_every_stage(ranks):
+    assert all("adapters of one alpha" in message for message in ranks("no_adapter", 2, pp=2))

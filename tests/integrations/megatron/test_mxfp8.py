@@ -96,6 +96,59 @@ def test_dimensions_and_formats_are_checked(ranks):
     assert "nvfp4" in unknown
 
 
+def misspelt(folder, pp=1):
+    import megatron_ranks as m
+
+    from beam_moe.integrations.megatron import mxfp8_recipe
+
+    path = m.checkpoint(m.reference(), folder / "hf")
+    messages = []
+    for recipe in (mxfp8_recipe(["*.exprts.*"]), mxfp8_recipe(["*experts*"], keep=["*layer.0*", "*layers.0.*"])):
+        with pytest.raises(ValueError) as e:
+            m.load(path, pp=pp, quant_recipe=recipe)
+        messages.append(str(e.value))
+    # `dense` is a layer of the first stage only; all of its modules match the pattern before it
+    m.load(path, pp=pp, quant_recipe=mxfp8_recipe(["*.mlp.linear_fc1"], keep=["*"]))
+    return messages
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_pattern_that_matches_nothing_is_refused(ranks, pp):
+    for pattern, keep in ranks("misspelt", pp, pp=pp):
+        assert "quant_recipe" in pattern and "['*.exprts.*']" in pattern
+        assert "['*layer.0*']" in keep
+
+
+def unvisited(folder, kind, mxfp8, ep=1):
+    """Gradients where no token of a batch goes to an expert of the second expert parallel rank."""
+    import megatron_ranks as m
+    from megatron.bridge.peft.lora import LoRA
+
+    from beam_moe.integrations.megatron import mxfp8_recipe, replay
+
+    fields = {"quant_recipe": mxfp8_recipe(["*experts*"])} if mxfp8 else {}
+    hooks = []
+    if kind:
+        lora = LoRA(dim=8, share_expert_adapters=False, experts_shared_outer_loras=kind == "shared_outer")
+        hooks.append(lambda chunks: lora(chunks, training=True))
+    path = m.checkpoint(m.reference(**SMALL), folder / "hf")
+    _, _, chunks = m.load(path, ep=ep, hooks=hooks, moe_enable_routing_replay=True, **fields)
+    replay.set_routes(chunks[0], torch.rand(1, 8, 2, 4).topk(4, -1)[1])  # experts 0..3 of 8
+    logits = m.run(chunks, m.tokens(1, 8), backward=True)
+    experts = {n: p.grad for n, p in chunks[0].named_parameters() if p.requires_grad and ".experts." in n}
+    return logits, experts
+
+
+@pytest.mark.parametrize("kind", ["", "per_expert", "shared_outer"])
+@pytest.mark.parametrize("mxfp8", [False, True], ids=["bf16", "mxfp8"])
+def test_a_rank_without_tokens_has_zeros_for_gradients(ranks, kind, mxfp8):
+    first, second = ranks("unvisited", 2, kind=kind, mxfp8=mxfp8, ep=2)
+    assert first[1] and torch.equal(first[0], second[0]) and bool(first[0].isfinite().all())
+    assert any(g.any() for g in first[1].values())
+    for name, g in second[1].items():
+        assert g is not None and not g.any(), name
+
+
 def adapted(folder):
     """LoRA on an MXFP8 base: the base's product is quantised, the adapter's is not."""
     import megatron_ranks as m

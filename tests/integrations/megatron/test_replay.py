@@ -189,6 +189,61 @@ def test_misfits_are_refused(ranks):
     assert "48 rows" in rows
 
 
+def with_and_without(folder, pp=1, recompute=False):
+    """Four micro-batches, every other one without routes; logits and the routers' gradients."""
+    import megatron_ranks as m
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from beam_moe.integrations.megatron import replay
+
+    ref = m.reference()
+    fields = {"moe_enable_routing_replay": True}
+    if recompute:
+        fields.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    _, _, chunks = m.load(m.checkpoint(ref, folder / "hf"), pp=pp, **fields)
+    ids, got = m.tokens(), []
+    position = torch.arange(ids.shape[1])[None].expand_as(ids)
+    given = iter([_routes(ref, ids), None] * 2)
+
+    def step(_, model):
+        def loss(y):
+            got.append(y.detach())
+            return y.float().logsumexp(-1).mean(), {}
+
+        return replay.forward(model, next(given), ids, position, None), loss
+
+    with replay.replaying(chunks):
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=None,
+            model=chunks,
+            num_microbatches=4,
+            seq_length=24,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+    grads = {layer: router.weight.grad for layer, router in replay.stage_routers(chunks[0])}
+    free = ref(ids)
+    free.logsumexp(-1).mean().backward()
+    _reference(ref, ids, _routes(ref, ids))  # adds to the gradients
+    want = {i: x.mlp.gate.weight.grad / 2 for i, x in enumerate(ref.model.layers) if hasattr(x.mlp, "gate")}
+    return got, free.detach(), grads, want
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
+def test_micro_batches_without_routes_between_others(ranks, pp, recompute):
+    """Their routers choose: no route of the micro-batch before, forward or in the recomputation."""
+    for got, free, grads, want in ranks("with_and_without", pp, pp=pp, recompute=recompute):
+        for i, logits in enumerate(got):
+            if i % 2:
+                assert_close("without routes", free, logits, 1e-5)
+            else:
+                assert error_ratio(free, logits) > 1e-2
+        for layer, g in grads.items():
+            assert_close(f"router of layer {layer}", want[layer], g, 1e-4)
+
+
 def hybrid_numbers(folder):
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.moe.router import TopKRouter
