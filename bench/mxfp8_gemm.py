@@ -47,6 +47,7 @@ from beam_moe.kernels.mxfp8 import (
     quantize,
     quantize_both,
 )
+from beam_moe.kernels.mxfp8.gemm import STREAM_ROWS
 from beam_moe.kernels.mxfp8.grouped import grouped_matmul
 
 BF16 = torch.bfloat16
@@ -454,52 +455,39 @@ def print_rows(rows: list[dict]) -> None:
 # --- sweep
 
 
-def stream_split(bm: int, bn: int, step: int, per_sm: int, n: int, k: int) -> int | None:
+def stream_split(bn: int, bk: int, per_sm: int, n: int, k: int) -> int | None:
     """The split by which one wave of ``per_sm`` programs an SM has most of them busy, or None if there is none."""
-    tiles, steps, slots = -(-n // bn), k // step, 132 * per_sm
+    tiles, steps, slots = -(-n // bn), k // bk, 132 * per_sm
     fits = []
     for split in range(1, min(steps, 16) + 1):
         each = -(-steps // split)
-        share = triton.next_power_of_2(each) * step
-        shared = share * (2 * bm + bn // 16) + 1024  # tokens and factors
+        share = triton.next_power_of_2(each) * bk
+        shared = share * (2 * STREAM_ROWS + bn // 16) + 1024  # tokens and factors
         if tiles * split <= slots and shared * per_sm <= 227 << 10:
             fits.append((tiles * steps / each, -split))
     return -max(fits)[1] if fits else None
 
 
-def stream_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
-    """Tiles of the route `stream`: 16 warps an SM where a warp has 16 outputs, 8 where it has 32."""
-    bm = 8 if rows <= 8 else 16
-    forms = [(64, 256, 16, 4), (64, 128, 16, 4), (64, 256, 8, 2), (64, 256, 4, 1)]  # bn, bk, warps, groups
-    forms += [(128, 256, 16, 2), (128, 128, 16, 2), (128, 256, 8, 1), (128, 256, 4, 1)]
-    forms += [(64, 128, 8, 4)] if bm == 8 else [(128, 256, 8, 2), (128, 128, 8, 2), (128, 128, 4, 1), (256, 256, 8, 1)]
+def stream_tiles(n: int, k: int) -> list[GemmConfig]:
+    """Tiles of the route `stream` with 16 warps an SM, each of 16 outputs."""
     out = []
-    for bn, bk, warps, groups in forms:
-        wide = groups * bn == 32 * warps
-        split = stream_split(bm, bn, groups * bk, (8 if wide else 16) // warps, n, k)
-        if k % (groups * bk) == 0 and split is not None:
-            ahead = 512 // bk  # what the kernel has under way: nothing, half or all of it asked for before the wait
-            stages = (1, 1 + ahead // 2, 1 + ahead)
-            out += [GemmConfig("stream", bm, bn, bk, split, warps, ask, True, groups) for ask in stages]
+    for bn, bk, warps in ((64, 256, 4), (128, 256, 8)):
+        split = stream_split(bn, bk, 16 // warps, n, k)
+        if k % bk == 0 and split is not None:
+            out.append(GemmConfig("stream", STREAM_ROWS, bn, bk, split, warps, 2, join=True))
     return out
 
 
 def dense_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
-    """What decode's dense products choose from: a second launch for partial sums, sums joined in place, `stream`."""
-    bm = max(8, rows)
-    if rows > 16:
+    """What decode's dense products choose from: `stream`, and the bf16 form whose partial sums are joined in place."""
+    if rows > 32:
+        forms = [(64, 128, 2, 4, 4), (64, 128, 2, 4, 5)]
+    elif rows > 16:
         forms = [(64, 256, 2, 4, 3), (64, 256, 3, 4, 3)]
-        if rows > 32:
-            forms = [(64, 128, 2, 4, 4), (64, 128, 1, 4, 4), (64, 128, 2, 4, 5)]
-        return both_forms([GemmConfig("fp16", bm, *f, True) for f in forms])
-    joined = [GemmConfig("bf16", bm, 64, 256, s, 4, 5 if s == 2 else 3, True) for s in (2, 3, 4)]
-    return [GemmConfig("bf16", bm, 64, 256, 3, 4, 3), *joined, *stream_tiles(rows, n, k)]
-
-
-def form(config: GemmConfig) -> str:
-    if config.route == "stream":
-        return f"stream, {config.groups} groups" if config.groups > 1 else "stream"
-    return f"{config.route}, {'joined' if config.join else 'second launch'}"
+    else:
+        forms = [(64, 256, 2, 4, 5), (64, 256, 3, 4, 3), (64, 256, 4, 4, 3)]
+    joined = [GemmConfig("bf16", max(8, rows), *form, join=True) for form in forms]
+    return joined + (stream_tiles(n, k) if rows <= STREAM_ROWS else [])
 
 
 def decode_tiles(bm: int) -> list[GemmConfig]:
@@ -618,16 +606,15 @@ def time_candidates(target: Target, bound: Bound) -> dict[GemmConfig, float]:
 
 
 def tile(c: GemmConfig) -> str:
-    groups, joined = f" g{c.groups}" if c.groups > 1 else "", " joined" if c.join and c.split > 1 else ""
-    return f"{c.bm}x{c.bn}x{c.bk} s{c.split} w{c.warps}{groups} st{c.stages}{joined}"
+    return f"{c.bm}x{c.bn}x{c.bk} s{c.split} w{c.warps} st{c.stages}" + (" joined" if c.join and c.split > 1 else "")
 
 
 def best_forms(case: Case, bound: Bound, times: dict[GemmConfig, float]) -> list[tuple]:
-    """Rows of the table: a plain read of the same bytes, then the fastest candidate of each form."""
+    """Rows of the table: a plain read of the same bytes, then the fastest candidate of each route."""
     floor, reads = bound.read_bytes / harness.floor_tb_s() / 1e6, read_us(bound.read_bytes)
     shown = [(case.key, f"read, {name}", None, us, 100 * floor / us, None, None) for name, us in reads.items()]
-    for name in sorted({form(c) for c in times}):
-        c = min((c for c in times if form(c) == name), key=times.__getitem__)
+    for name in sorted({c.route for c in times}):
+        c = min((c for c in times if c.route == name), key=times.__getitem__)
         against = [100 * reads[r] / times[c] if r in reads else None for r in ("plain", "overlapped")]
         shown.append((case.key, name, tile(c), times[c], 100 * floor / times[c], *against))
     return shown
@@ -661,19 +648,16 @@ def sweep(work: list[Target], jobs: int, save: bool) -> None:
                 shape |= {"groups": case.groups, "turned": int(target.dgrad)}
                 rows = -(-case.rows // case.groups)
             config = dataclasses.asdict(ranked[0])
-            for name, usual in (("join", False), ("groups", 1)):  # left out as where there is no such choice
-                if config[name] == usual:
-                    del config[name]
-            # a tile of 8 tokens serves no more of them: from 9 on, what 16 take
-            for least in (9, 16) if case.what == "decode" and rows == 16 else (rows,):
-                entries.append({"shape": shape, "rows": least, "config": config})
+            if not config["join"]:  # left out, as where there is no such choice
+                del config["join"]
+            entries.append({"shape": shape, "rows": rows, "config": config})
         if save and entries:
             tuning.save(harness.device(), "mxfp8_grouped" if case.groups else "mxfp8_gemm", entries)
         del bound
         torch.cuda.empty_cache()
     if table:
-        columns = ("case", "form", "tile", "us", "share of the floor %", "of a read %", "of an overlapped read %")
-        harness.print_table("Decode, the best of each form", columns, table)
+        columns = ("case", "route", "tile", "us", "share of the floor %", "of a read %", "of an overlapped read %")
+        harness.print_table("Decode, the best of each route", columns, table)
 
 
 SMALL = [

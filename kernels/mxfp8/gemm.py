@@ -9,8 +9,9 @@
                  do not fit in fp16 are found on the device and take the bf16 form inside the same launch.
 ``dequantize``   Weights (and MXFP8 activations) to bf16 in memory, then cuBLAS. The copy of the weights lives for the
                  length of the call unless the caller keeps one and passes it as ``b_dense``.
-``stream``       The bf16 form for up to 16 tokens on Hopper, in Gluon: codes go from memory to registers with no
-                 shared memory between (`stream`). Operands with contiguous, aligned rows.
+``stream``       The bf16 form for up to 8 tokens on Hopper, in Gluon: codes go from memory to registers with no
+                 shared memory between (`stream`). Operands with contiguous, aligned rows; where the launch table
+                 says so.
 ``native``       Blackwell: block-scaled tensor core instructions on two MXFP8 operands (`tl.dot_scaled`). No other
                  route takes scales in the 128x4 layout of `swizzle_scales`. On sm_100 those of a tile of at
                  least 128 rows are copied to tensor memory; all others get there through registers.
@@ -58,7 +59,7 @@ from beam_moe.kernels.mxfp8.tile import ask_for_rows, finished_product, rows_wit
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROUTES = ("bf16", "fp16", "stream", "dequantize", "native")
 ROW_CLASSES = (16, 32, 64, 128)
-STREAM_ROWS = 16
+STREAM_ROWS = 8
 DECODE_ROWS = 64
 DEQUANTIZE_ROWS = 512  # from here on a dequantised copy and cuBLAS beat decoding in registers
 
@@ -71,9 +72,9 @@ class GemmConfig:
     or with fewer than 4 warps, Triton takes mma.sync and not wgmma: codes then come to registers four and more at a
     time. ``join``: the last program of a tile adds its partial sums, and not a second launch.
 
-    Route ``stream``: the warps of a program are ``groups`` groups, each with its own ``bk`` of a step of
-    ``groups * bk``, which divides K; ``bk`` is 128 or a power of two above, ``bn`` 16 outputs for each warp of a group,
-    times a power of two. ``stages - 1`` steps are asked for in L2 before the launch waits for the one before it.
+    Route ``stream``: ``bn`` is 16 outputs for each warp, times a power of two, and ``bk`` 128 or 256, a divisor of K.
+    The rest is no choice: ``bm`` 8, ``stages`` 2 (one step is asked for before a program waits for the launch before
+    its own) and ``join``.
     """
 
     route: str
@@ -84,7 +85,6 @@ class GemmConfig:
     warps: int = 4
     stages: int = 3
     join: bool = False
-    groups: int = 1
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def _sms(device: torch.device) -> int:
 def _serves(tuned: dict, rows: int, x_dtype: torch.dtype, stream: bool) -> bool:
     """Whether a tuned entry suits a call: lookups also answer with the largest entry below ``rows``."""
     if tuned["route"] == "stream":
-        return stream and rows <= tuned["bm"]
+        return stream
     if x_dtype != torch.bfloat16 and tuned["route"] != "fp16":
         return False
     return tuned["route"] == "dequantize" or rows <= DECODE_ROWS or tuned["bm"] >= DECODE_ROWS
@@ -114,7 +114,7 @@ def choose(
     Args:
         rows, n, k: sizes of the product. x_dtype: of dense activations (bf16 for MXFP8 ones).
         prepared: the weights went through `prepare`. both: both operands are MXFP8 with E4M3 or E5M2 elements.
-        stream: the operands suit the route ``stream``.
+        stream: the operands suit the route ``stream`` (`streams`); only a table picks it.
     """
     capability = _capability(device)
     if both and capability[0] >= 10:
@@ -371,7 +371,7 @@ def _sum(part: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, bm: i
 
 
 def streams(a: torch.Tensor | MXFP8Tensor, b: MXFP8Tensor) -> bool:
-    """Whether the route ``stream`` takes operands (M, K) and (N, K)."""
+    """Whether the route ``stream`` takes operands (M, K) and (N, K): what `stream._stream_kernel` says of them."""
     k = b.shape[1]
 
     def aligned(t: torch.Tensor) -> bool:
@@ -395,14 +395,13 @@ def _stream(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Ge
     from beam_moe.kernels.mxfp8.stream import _stream_kernel  # Gluon is not for every platform
 
     (rows, k), n = x.shape, b.shape[0]
-    step = config.groups * config.bk
-    steps = k // step
+    steps = k // config.bk
     split = min(config.split, steps)
     tiles = triton.cdiv(n, config.bn)
     pdl = supports_pdl(x.device)
     part, counts = _between(split, n, config.bm, tiles, config.join, x.device)
-    whole = config.stages > 1 and n % config.bn == 0 and b.scale.stride(0) == k // BLOCK
-    scales = config.bn * k // BLOCK if whole else 0
+    in_one_piece = n % config.bn == 0 and b.scale.stride(0) == k // BLOCK
+    scales = config.bn * k // BLOCK if in_one_piece else 0
     _stream_kernel[(tiles, split)](
         x,
         b.data.view(torch.uint8),
@@ -423,12 +422,9 @@ def _stream(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Ge
         EVEN_N=n % config.bn == 0,
         PDL=pdl,
         JOIN=counts is not None,
-        ASK=min(config.stages - 1, steps // split),
         ASK_SCALES=scales // split // 16 * 16,
-        BM=config.bm,
         BN=config.bn,
         BK=config.bk,
-        GROUPS=config.groups,
         SPLIT=split,
         SHARE=triton.next_power_of_2(triton.cdiv(steps, split)),
         num_warps=config.warps,
@@ -704,7 +700,6 @@ def _check_config(op: str, config: GemmConfig | None) -> None:
         ("bn", 16, True),
         ("bk", BLOCK, True),
         ("warps", 1, True),
-        ("groups", 1, True),
         ("split", 1, False),
         ("stages", 1, False),
     ):
@@ -826,9 +821,14 @@ def gemm(
     _row_major(op, "a", a)
     _row_major(op, "b", b)
     if config.route == "stream":
-        even = k % (config.groups * config.bk) == 0 and config.groups * config.bn % (16 * config.warps) == 0
-        fits = streams(a, b) and rows <= config.bm and even and config.groups <= config.warps
-        _require(fits, f"{op}: route stream does not take a {x_dtype} {tuple(a.shape)}, b {b} in {config}")
+        fixed = config.bm == STREAM_ROWS and config.stages == 2 and config.join
+        _require(
+            fixed and config.bn % (16 * config.warps) == 0 and config.bk in (128, 256),
+            f"{op}: route stream needs bm {STREAM_ROWS}, bn a multiple of 16 * warps, bk 128 or 256, stages 2, join, "
+            f"got {config}",
+        )
+        fits = streams(a, b) and k % config.bk == 0
+        _require(fits, f"{op}: route stream does not take a {x_dtype} {tuple(a.shape)}, b {b} in steps of {config.bk}")
         _stream(a, b, bias, out, config)
         return out
     x = dequantize(a) if mx else a

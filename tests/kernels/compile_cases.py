@@ -267,7 +267,8 @@ def mxfp8():
                 gemm(a, ready, config=GemmConfig("fp16", max(8, rows), 32, 256, 2, 2, 3))
         gemm(empty(rows, 384), col.mT)
     gemm(empty(5, 512, dtype=torch.float16), ready, bias=empty(384))
-    gemm(empty(16, 512), row, config=GemmConfig("stream", 16, 128, 128, 4, 8, 2, True))
+    for split, bk in ((1, 128), (2, 256)):
+        gemm(empty(8, 512), row, config=GemmConfig("stream", 8, 64, bk, split, 4, 2, True))
     experts, experts_ready = q.quantize(empty(3, 384, 512)), prepare(q.quantize(empty(3, 384, 512)))
     for rows in (8, 256):
         for weights in (experts, experts_ready):
