@@ -50,8 +50,8 @@ class MoEConfig:
     # blocks by which activate follows gate_up, and down activate, in one launch (`joined`; needs "plan" and one number
     # of warps); 0: a launch each
     lag: int = 0
-    # in the last ``tail`` blocks of one launch programs of down take ``tail_tiles`` tiles, not ``down_tiles``, so that
-    # the end comes sooner after the last byte; 0: as everywhere
+    # in the last ``tail`` blocks of one launch programs of down take ``tail_tiles`` tiles, a divisor of ``down_tiles``,
+    # so that the end comes sooner after the last byte; 0: as everywhere
     tail: int = 0
     tail_tiles: int = 0
     registers: int = 0  # most that a thread of gate_up, or of the joined launch, may take on MXFP8 weights; 0: a rule
@@ -161,10 +161,12 @@ class MoEConfig:
     def joins(self) -> bool:
         """Whether the launch form fits: one launch for the products needs a plan and one number of warps.
 
-        With a negative lag a program would wait for later ones, which a GPU may never start.
+        With a negative lag a program would wait for later ones, which a GPU may never start; where ``tail_tiles`` is
+        negative or does not divide ``down_tiles``, tiles of down would be left out.
         """
         one = self.up_warps == self.act_warps == self.down_warps
-        whole = self.tail >= 0 and (self.tail_tiles == 0 or self.down_tiles % self.tail_tiles == 0)
+        narrow = self.tail_tiles == 0 or (self.tail_tiles > 0 and self.down_tiles % self.tail_tiles == 0)
+        whole = self.tail >= 0 and narrow
         return self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole)
 
     def blocks(self, pairs: int, experts: int) -> int:
@@ -256,7 +258,7 @@ def _pick(
             config = MoEConfig(**tuned)
             if not config.joins:
                 raise ValueError(
-                    f"MoEConfig.pick: the table of {name} for {OPS[base]} holds a launch that hangs: {config}"
+                    f"MoEConfig.pick: the table of {name} for {OPS[base]} holds a launch that does not fit: {config}"
                 )
             # past a table's end its last entry is small: it would read an expert once for every few of many rows
             return config if ruled.block_m <= max(16, config.block_m) else ruled
