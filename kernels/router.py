@@ -19,9 +19,10 @@ A few tokens are bound by latency, not by bytes: every program takes one share, 
 second launch of one warp a token adds the shares and chooses. Both start early (programmatic dependent launch) and read
 nothing before their wait, so weights that the launch before has just written are read as written.
 
-Non-finite input: a NaN or infinity in ``x`` or ``gate_weight`` makes the logits it meets NaN. A NaN choice ranks as
-minus infinity; ids stay distinct and in range, and a NaN weight is handed on. A choice of minus infinity comes last
-within the chosen groups; an expert of another group is never chosen.
+Non-finite input: a NaN in ``x`` or ``gate_weight`` makes the logits it meets NaN, an infinity NaN or infinite. A NaN
+choice ranks as minus infinity, and so does a group whose two best add to NaN; ids stay distinct and in range, and a NaN
+weight is handed on. A choice of minus infinity comes last within the chosen groups; an expert of another group is never
+chosen.
 """
 
 import functools
@@ -705,7 +706,8 @@ def route_reference(
         choice = score if bias is None else score + bias.cpu()
         choice = choice.nan_to_num(nan=-float("inf"), posinf=float("inf"), neginf=-float("inf"))
         best_two = choice.view(groups, size).sort(1, descending=True).values[:, : 1 if bias is None else 2]
-        kept = best_two.sum(1).argsort(descending=True, stable=True)[:keep]
+        total = best_two.sum(1)
+        kept = total.where(~total.isnan(), -float("inf")).argsort(descending=True, stable=True)[:keep]
         eligible = torch.cat([torch.arange(g * size, (g + 1) * size) for g in sorted(kept.tolist())])
         chosen = eligible[choice[eligible].argsort(descending=True, stable=True)[:top_k]]
         ids[row] = chosen

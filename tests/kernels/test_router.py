@@ -130,6 +130,53 @@ def test_nan_ranks_last_and_is_handed_on(device):
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
+def test_a_group_of_both_infinities_ranks_last(device):
+    """Infinity and minus infinity add to NaN: after a finite group, before nothing; among such groups by lowest id."""
+    inf = float("inf")
+    bias = torch.tensor([inf, -inf, -1.0, -1.0, inf, -inf], device=device)
+    for top in ({"n_group": 3, "topk_group": 1}, {"n_group": 3, "topk_group": 2}):
+        options = {"top_k": 2, **top}
+        check_choice(
+            torch.zeros(2, 6, device=device), bias, *route(torch.zeros(2, 6, device=device), bias, **options), **options
+        )
+    _, ids = route(torch.zeros(1, 6, device=device), bias, top_k=2, n_group=3, topk_group=1)
+    assert ids.tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_touches_no_other(bad, weight_dtype, device):
+    """Its logits are none of them finite, its ids what they demand; the other rows keep their bits."""
+    x, weight = random(9, 200, device=device, dtype=torch.bfloat16), random(30, 200, device=device, dtype=weight_dtype)
+    want = grouped_topk(x, weight, top_k=4, return_logits=True)
+    x[5, 150] = bad
+    weights, ids, logits = grouped_topk(x, weight, top_k=4, return_logits=True)
+    assert not logits[5].isfinite().any() and (bad == bad or logits[5].isnan().all())
+    assert torch.equal(ids[5:6], route_reference(logits[5:6], top_k=4)[1])
+    keep = torch.arange(9, device=device) != 5
+    assert all(torch.equal(a[keep], b[keep]) for a, b in zip(want, (weights, ids, logits)))
+
+
+@triton.jit
+def _reciprocal_kernel(d_ptr, out_ptr, N: tl.constexpr, LIBDEVICE: tl.constexpr):
+    offs = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out_ptr + offs, router._reciprocal(tl.load(d_ptr + offs), LIBDEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [0, 1, 63, 64, 65, 124])
+def test_reciprocal_is_rounded_correctly(exponent, device):
+    """Every mantissa; it is what decides near-ties of scores."""
+    d = (torch.arange(2**23, dtype=torch.int32, device=device) + ((127 + exponent) << 23)).view(torch.float32)
+    got = torch.empty_like(d)
+    _reciprocal_kernel[(2**13,)](d, got, 1024, True)
+    assert torch.equal(got, (1.0 / d.double()).float())
+    edge = torch.tensor([float("inf"), float("nan"), 2.0**127, 1.0], device=device).repeat(256)
+    got = torch.empty_like(edge)
+    _reciprocal_kernel[(1,)](edge, got, 1024, True)
+    assert got[0] == 0 and got[1].isnan() and got[2] == 2.0**-127 and got[3] == 1
+
+
 def test_strided_logits_of_half_precision(device):
     logits = random(5, 64, device=device, dtype=torch.float16)[:, :30]
     assert not logits.is_contiguous()
@@ -192,7 +239,7 @@ def test_pieces_hold_every_bit(mma, device):
     """Of normal numbers whose last bit is normal too: the tensor core takes and the sum keeps nothing smaller."""
     bits = torch.randint(0, 2**31 - 1, (1024,), dtype=torch.int32)
     bits[::7] |= 0xFFFF  # what rounding would carry upwards
-    v = bits.view(torch.float32) * torch.randint(-1, 2, (1024,)).clamp(min=-1)
+    v = bits.view(torch.float32) * (torch.randint(0, 2, (1024,)) * 2 - 1)
     v = torch.where(v.isfinite() & (v.abs() > 2.0**-100), v, 1.0).to(device)
     pieces = torch.empty(3, 1024, device=device)
     _cut_kernel[(1,)](v, pieces, 1024, mma)
