@@ -666,19 +666,24 @@ class Running:
     stage: str
 
 
-def processors_near(gpu: str, root: Path = Path("/sys/bus/pci/devices")) -> set[int] | None:
-    """Processors of the memory node that a GPU hangs on; None where the machine does not say."""
-    query = ["nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader", "-i", gpu]
-    try:
-        bus = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().lower()
-        ranges = (root / bus[-12:] / "local_cpulist").read_text().strip()
-        near = set()
-        for part in ranges.split(","):
-            first, _, last = part.partition("-")
-            near |= set(range(int(first), int(last or first) + 1))
-        return near & os.sched_getaffinity(0) or None
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+def processors_near(gpus: list[str], root: Path = Path("/sys/bus/pci/devices")) -> set[int] | None:
+    """Processors of the memory nodes that these GPUs hang on; None where the machine does not say it of each."""
+    near = set()
+    for gpu in gpus:
+        query = ["nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader", "-i", gpu]
+        try:
+            bus = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().lower()
+            ranges = (root / bus[-12:] / "local_cpulist").read_text().strip()
+            of_gpu = set()
+            for part in ranges.split(","):
+                first, _, last = part.partition("-")
+                of_gpu |= set(range(int(first), int(last or first) + 1))
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return None
+        if not of_gpu & os.sched_getaffinity(0):
+            return None
+        near |= of_gpu
+    return near & os.sched_getaffinity(0)
 
 
 def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path, port: int, turns: bool) -> Running:
@@ -700,7 +705,7 @@ def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path
     cache = opts.work / name / "cache" if turns else opts.work / "cache"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_CACHE_ROOT": str(cache)}
     env["VLLM_PORT"] = str(port)
-    near = processors_near(gpus[0])  # a step that waits for the host is longer from the other socket
+    near = processors_near(gpus)  # a step that waits for the host is longer from the other socket
     with open(logs / f"{name}.log", "w") as log:
         # outside the checkout: vLLM's own subprocesses would import its folders by their bare names
         process = subprocess.Popen(

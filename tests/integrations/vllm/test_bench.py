@@ -490,14 +490,20 @@ def test_time_that_the_host_gave_to_others(bench, tmp_path):
 def test_cells_run_near_their_gpu(bench, tmp_path, monkeypatch):
     """Where the machine does not say what is near, or names only processors that are not ours, nothing is pinned."""
     own = min(os.sched_getaffinity(0))
-    folder = tmp_path / "0000:1b:00.0"
-    folder.mkdir()
-    answer = subprocess.CompletedProcess([], 0, stdout="00000000:1B:00.0\n")
-    monkeypatch.setattr(bench.subprocess, "run", lambda *args, **kwargs: answer)
+    folder, other = tmp_path / "0000:1b:00.0", tmp_path / "0000:2b:00.0"
+    folder.mkdir(), other.mkdir()
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda pid: {own, own + 1})
+
+    def bus(query, **kwargs):
+        return subprocess.CompletedProcess(query, 0, stdout=f"00000000:{1 + int(query[-1])}B:00.0\n")
+
+    monkeypatch.setattr(bench.subprocess, "run", bus)
+    (other / "local_cpulist").write_text(f"{own + 1}")
     for text, near in ((f"{own}", {own}), (f"4000-4100,{own}\n", {own}), ("4000-4100", None), ("", None)):
         (folder / "local_cpulist").write_text(text)
-        assert bench.processors_near("0", tmp_path) == near
-    assert bench.processors_near("0", tmp_path / "none") is None
+        assert bench.processors_near(["0"], tmp_path) == near
+        assert bench.processors_near(["0", "1"], tmp_path) == (near and {own, own + 1}), "near each of them"
+    assert bench.processors_near(["0"], tmp_path / "none") is None
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert bench.processors_near("0", tmp_path) is None, "no nvidia-smi"
+    assert bench.processors_near(["0"], tmp_path) is None, "no nvidia-smi"
