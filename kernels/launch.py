@@ -19,9 +19,9 @@ class ArrivalCounters:
     """For launches whose programs count their arrivals, so that the last of a group finishes the group's work.
 
     A set is int32 ``(ARRIVAL_COUNTERS,)``, zeroed once and left zero by every launch; each stream has its own. Graphs
-    captured on one stream share a set: like everything that shares a workspace, replay them one after another. A
-    capture cannot zero memory once and for all, so sets for streams first met in a capture are made in advance. Nothing
-    else writes them and no program waits for one, so that none can hang.
+    captured on one stream share a set with each other and with that stream's calls: like everything that shares a
+    workspace, run them one after another. A capture cannot zero memory once and for all, so sets for streams first met
+    in a capture are made in advance. Nothing else writes them and no program waits for one, so that none can hang.
     """
 
     SPARE = 8
@@ -31,7 +31,7 @@ class ArrivalCounters:
         self.spare: dict[torch.device, list[torch.Tensor]] = {}
 
     def get(self, device: torch.device) -> torch.Tensor | None:
-        """This stream's set, or None where the first call on a device is being captured."""
+        """This stream's set; None in a capture on a new stream for which no set made in advance is left."""
         cuda = device.type == "cuda"
         key = (device, torch.cuda.current_stream(device).cuda_stream if cuda else 0)
         if key in self.sets:

@@ -1,9 +1,9 @@
 """Beam's router under vLLM's MoE runner: fp32 logits and grouped top-k by `grouped_topk`, for small batches.
 
 vLLM's runner launches the gate's GEMM, then the choice: two kernels up to 32 tokens, three above. Here the router takes
-the hidden states, and either answers by our kernels, or calls the gate and
-chooses as vLLM does. Which of the two depends on the number of tokens alone. Everything after the choice stays vLLM's:
-routed experts are recorded (R3) and ids converted in `BaseRouter`, whose step is replaced.
+the hidden states, and either answers by our kernels, or calls the gate and chooses as vLLM does. Which of the two
+depends on the number of tokens alone. Everything after the choice stays vLLM's: routed experts are recorded (R3) and
+ids converted in `BaseRouter`, whose step is replaced.
 
 A row's logits, ids and weights are the same bits at every size that ours serves, whatever shares its batch. Past
 ``BEAM_MOE_VLLM_ROUTER`` tokens vLLM's fp32 GEMM sums in another order, so a near-tie may fall otherwise there;
