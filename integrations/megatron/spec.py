@@ -72,12 +72,16 @@ def _te_classes():
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     class BeamTEDotProductAttention(TEDotProductAttention):
-        """Transformer Engine's attention with SSMax on the layers without RoPE; packed sequences included."""
+        """Transformer Engine's attention with SSMax on the layers without RoPE; packed sequences included.
 
-        def forward(self, query, *args, packed_seq_params=None, **kwargs):
+        Queries and keys come in fp32 from `BeamQKNorm` and are rounded here, once.
+        """
+
+        def forward(self, query, key, value, *args, packed_seq_params=None, **kwargs):
             if _is_full_attention(self.config, self.layer_number):
                 query = scale_queries(query, packed_seq_params)
-            return super().forward(query, *args, packed_seq_params=packed_seq_params, **kwargs)
+            query, key = query.to(value.dtype), key.to(value.dtype)
+            return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     class BeamTETransformerLayer(BeamTransformerLayer):
         """`BeamTransformerLayer` with Transformer Engine's norms after attention and MLP."""
@@ -163,7 +167,6 @@ def get_beam_layer_spec(config, vp_stage: int | None = None, *, use_transformer_
         parts = one.submodules
         parts.self_attention.module = BeamSelfAttention
         parts.self_attention.submodules.core_attention = attention
-        if not te:
-            parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = BeamQKNorm
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = BeamQKNorm
         parts.mlp = _place(parts.mlp, router=BeamTopKRouter)
     return spec

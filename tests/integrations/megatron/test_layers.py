@@ -278,3 +278,34 @@ def test_padding_rows_are_not_counted_as_an_experts_tokens(tokens):
     BeamTopKRouter._apply_expert_bias(router, routing, padding)
     want = routing.sum(0) + routing[1:].sum(0)
     assert torch.equal(router.local_tokens_per_expert, want.float())
+
+
+def te_attention(folder):
+    """What reaches Transformer Engine's attention, here a stand-in, on a layer with and one without RoPE."""
+    import megatron_ranks  # noqa: F401
+    from megatron.core.extensions import transformer_engine as te
+
+    import beam_moe.integrations.megatron.spec as spec_module
+
+    class StandIn(torch.nn.Module):
+        def __init__(self, config, layer_number):
+            super().__init__()
+            self.config, self.layer_number = config, layer_number
+
+        def forward(self, *args, packed_seq_params=None, **kwargs):
+            return args
+
+    te.TEDotProductAttention = StandIn
+    attention, _ = spec_module._te_classes()
+    config = SimpleNamespace(no_rope_freq=[0, 1])
+    q, k, v = torch.randn(3, 24, 2, 4, 16)
+    return q, k, [attention(config, number)(q, k, v.bfloat16(), None) for number in (1, 2)]
+
+
+def test_transformer_engines_attention_gets_scaled_queries_rounded_once(ranks):
+    ((q, k, (windowed, full)),) = ranks("te_attention")
+    scale = ((1 + (torch.arange(24) + 1) / 2048) ** 0.1).view(-1, 1, 1, 1)
+    for got, want in ((windowed, q), (full, q * scale)):
+        assert [t.dtype for t in got[:3]] == [torch.bfloat16] * 3 and got[3] is None
+        assert_close("queries", want, got[0], 4e-3)
+        assert torch.equal(got[1], k.bfloat16())
