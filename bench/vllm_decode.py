@@ -42,7 +42,6 @@ runs vLLM's kernels under a subclass that only declares it.
 
 import argparse
 import contextlib
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -683,7 +682,7 @@ def processors_near(gpus: list[str], root: Path = Path("/sys/bus/pci/devices")) 
         if not of_gpu & os.sched_getaffinity(0):
             return None
         near |= of_gpu
-    return near & os.sched_getaffinity(0)
+    return near & os.sched_getaffinity(0) or None
 
 
 def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path, port: int, turns: bool) -> Running:
@@ -705,13 +704,11 @@ def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path
     cache = opts.work / name / "cache" if turns else opts.work / "cache"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_CACHE_ROOT": str(cache)}
     env["VLLM_PORT"] = str(port)
-    near = processors_near(gpus)  # a step that waits for the host is longer from the other socket
     with open(logs / f"{name}.log", "w") as log:
         # outside the checkout: vLLM's own subprocesses would import its folders by their bare names
         process = subprocess.Popen(
-            command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=opts.work, start_new_session=True,
-            preexec_fn=near and functools.partial(os.sched_setaffinity, 0, near),
-        )  # fmt: skip
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=opts.work, start_new_session=True
+        )
     now = time.monotonic()
     return Running(process, name, rows, gpus, now, now + opts.timeout, "starting" if turns else "measured")
 
@@ -995,6 +992,8 @@ def main() -> int:
         need("vllm_decode.py", "vllm")
     if not opts.cell:
         return run_ladder(opts)
+    if near := processors_near(list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))):
+        os.sched_setaffinity(0, near)  # a step that waits for the host is longer from the other socket
     os.chdir(opts.work)  # vLLM's own subprocesses would import a checkout's folders by their bare names
     run_cell(opts)
     if opts.ladder and opts.tp * opts.pp == 1:
