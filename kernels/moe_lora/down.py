@@ -94,7 +94,7 @@ def sum_experts(
     for first in tl.range(0, RANK, BLOCK_R, num_stages=1):
         r = first + tl.arange(0, BLOCK_R)
         v = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        for k in range(TOP_K):
+        for k in tl.static_range(TOP_K):
             pair = token * TOP_K + k
             valid = local_expert(topk_ids_ptr, expert_map_ptr, pair, mask_t, E_GLOBAL, E, HAS_MAP) >= 0
             weight = tl.load(topk_weights_ptr + pair, mask=valid, other=0.0)

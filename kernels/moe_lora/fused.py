@@ -245,8 +245,7 @@ def _run(
 
     if cfg.lag:
         grid = joined_grid(
-            tokens=tokens, hidden=hidden, inter=inter, blocks=blocks, a_rows=na * rank, shared_a=shared_a,
-            shared_b=shared_b, config=cfg,
+            tokens=tokens, hidden=hidden, inter=inter, blocks=blocks, a_rows=na * rank, shared_a=shared_a, config=cfg
         )  # fmt: skip
         _joined_kernel[grid](
             x, up_w, down_w, gate_a, gate_b, w2_a, w2_b, buffers.gu, t, buffers.h, s, buffers.y, buffers.counts,
@@ -299,7 +298,7 @@ def _run(
         buffers.y, t, w2_b, topk_weights, out, topk_ids, emap, ids, ranks, enabled,
         scale, tokens, e_global, experts, slots, b2_strides[0], b2_strides[2], out.stride(0),
         H=hidden, RANK=rank if shared_b else 0,
-        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=block_r, HAS_MAP=has_map,
+        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=block_r, MORE=more, HAS_MAP=has_map,
         num_warps=cfg.combine_warps, **common,
     )  # fmt: skip
 

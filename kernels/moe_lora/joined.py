@@ -15,6 +15,9 @@ first product. A part waits for the count of those it depends on. They have smal
 started and end whatever the others do, as long as programs are started in the order of their ids; that is what NVIDIA
 GPUs do, and what the locks of split products in other libraries rest on. ``BEAM_MOE_JOIN=0`` does without. The plan
 sets the counts to zero.
+
+In the last blocks in use a program of down takes fewer tiles (`MoEConfig.tail`). There are programs for that in every
+block; those that are not needed end at once, as do all of blocks that no pair fell in.
 """
 
 from typing import Any
@@ -127,7 +130,7 @@ def _joined_kernel(
     SOFT: tl.constexpr = False,
     AHEAD: tl.constexpr = False,
 ):
-    """Grid (HEAD + (MAX_BLOCKS + 2 * LAG) * STEP + ceil(T / TOKENS) where B2 is shared,), see `joined_grid`."""
+    """Grid (HEAD + (MAX_BLOCKS + 2 * LAG) * STEP,), see `joined_grid`."""
     A_TILES: tl.constexpr = (NA * RANK + UP_N - 1) // UP_N
     UP_PARTS: tl.constexpr = ((2 * I + UP_N - 1) // UP_N + (0 if SHARED_A else A_TILES)) * SPLITS
     ACT_PARTS: tl.constexpr = (I + BLOCK_I - 1) // BLOCK_I
@@ -181,6 +184,21 @@ def _joined_kernel(
                     wanted_shared=head, MAX_BLOCKS=MAX_BLOCKS, JOINED=True,
                 )  # fmt: skip
                 count_up(counts_ptr + MAX_BLOCKS + block)
+            if SHARED_B:
+                # behind the last block in use stand parts without a block, which sum up while down still works
+                here = tl.load(block_experts_ptr + block, mask=(block >= 0) & (block < MAX_BLOCKS), other=-1)
+                before = tl.load(block_experts_ptr + block - 1, mask=(block >= 1) & (block <= MAX_BLOCKS), other=0)
+                if (block >= 0) & (block <= MAX_BLOCKS) & (here < 0) & (before >= 0):
+                    wait_for_counts(counts_ptr + MAX_BLOCKS, ACT_PARTS, block, INTERPRETED)
+                    if SHARED_A:
+                        # v takes the place of t: what writes that is through, even where no block has waited for it
+                        wait_for_count(counts_ptr + 2 * MAX_BLOCKS, head, INTERPRETED)
+                    for first in range((part - UP_PARTS) * TOKENS, T, ACT_PARTS * TOKENS):
+                        sum_experts(
+                            s_ptr, t_ptr, topk_weights_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr,
+                            enabled_ptr, first, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),
+                            RANK, ACT_PARTS, TOP_K, HAS_MAP, TOKENS, BLOCK_R,
+                        )  # fmt: skip
         elif part >= UP_PARTS + ACT_PARTS:
             block = step - 2 * LAG
             down_part = part - (UP_PARTS + ACT_PARTS)
@@ -204,21 +222,10 @@ def _joined_kernel(
                     FP16=DOWN_FP16, NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES,
                     counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True,
                 )  # fmt: skip
-    elif SHARED_B:
-        first = (place - (MAX_BLOCKS + 2 * LAG) * STEP) * TOKENS
-        wait_for_counts(counts_ptr + MAX_BLOCKS, block_experts_ptr, ACT_PARTS, MAX_BLOCKS, INTERPRETED)
-        if SHARED_A:
-            # v takes the place of t: what writes that is through, even where no block has an expert to wait for it
-            wait_for_count(counts_ptr + 2 * MAX_BLOCKS, head, INTERPRETED)
-        sum_experts(
-            s_ptr, t_ptr, topk_weights_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr,
-            first, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),
-            RANK, ACT_PARTS, TOP_K, HAS_MAP, TOKENS, BLOCK_R,
-        )  # fmt: skip
 
 
 def joined_grid(
-    *, tokens: int, hidden: int, inter: int, blocks: int, a_rows: int, shared_a: bool, shared_b: bool, config
+    *, tokens: int, hidden: int, inter: int, blocks: int, a_rows: int, shared_a: bool, config
 ) -> tuple[int]:
     """Programs of the launch; ``a_rows`` is the rows of A13 of one expert, 0 without adapters."""
     a_tiles = triton.cdiv(a_rows, config.up_block_n)
@@ -226,8 +233,7 @@ def joined_grid(
     act = triton.cdiv(inter, config.act_block_i)
     down = triton.cdiv(hidden, config.down_block_n * (config.tail_tiles or config.down_tiles))
     head = triton.cdiv(tokens, config.block_m) * a_tiles * config.splits if shared_a else 0
-    tail = triton.cdiv(tokens, TOKENS.value) if shared_b else 0
-    return (head + (blocks + 2 * config.lag) * (up + act + down) + tail,)
+    return (head + (blocks + 2 * config.lag) * (up + act + down),)
 
 
 def joined_constants(up: dict[str, Any], down: dict[str, Any]) -> dict[str, Any]:

@@ -57,15 +57,12 @@ def wait_for_count(count_ptr, wanted, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def wait_for_counts(
-    counts_ptr, block_experts_ptr, wanted, MAX_BLOCKS, INTERPRETED: tl.constexpr, AT_ONCE: tl.constexpr = 128
-):  # fmt: skip
-    """`wait_for_count` for every block that has an expert."""
-    for first in range(0, MAX_BLOCKS, AT_ONCE):
+def wait_for_counts(counts_ptr, wanted, blocks, INTERPRETED: tl.constexpr, AT_ONCE: tl.constexpr = 128):
+    """`wait_for_count` for every one of ``blocks``."""
+    for first in range(0, blocks, AT_ONCE):
         block = first + tl.arange(0, AT_ONCE)
-        mask = block < MAX_BLOCKS
-        used = mask & (tl.load(block_experts_ptr + block, mask=mask, other=-1) >= 0)
-        ptrs = counts_ptr + tl.where(mask, block, 0)
+        used = block < blocks
+        ptrs = counts_ptr + tl.where(used, block, 0)
         if INTERPRETED:
             wrong = tl.sum((used & (tl.load(ptrs) != wanted)).to(tl.int32), 0)
             assert wrong == 0, "a program waits for others than those before it"
