@@ -102,8 +102,14 @@ def fingerprint() -> dict:
 
 
 @triton.jit
-def _read_kernel(src_ptr, sink_ptr, blocks, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
-    """Grid (programs,): each program sums every grid-th run of UNROLL blocks of 32-bit words and stores one sum."""
+def read_kernel(src_ptr, sink_ptr, blocks, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr = False):
+    """Grid (programs,): each program sums every grid-th run of UNROLL blocks of 32-bit words and stores one sum.
+
+    PDL: for launches that overlap, as the package's do.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros((BLOCK,), dtype=tl.int32)
     lane = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
@@ -143,7 +149,7 @@ def ceilings(gigabytes: float = 4.0) -> dict[str, float]:
     ):
         grid, blocks = (sms * per_sm,), words // (block * unroll)
         us = _event_us(
-            lambda g=grid, n=blocks, b=block, u=unroll, w=warps: _read_kernel[g](
+            lambda g=grid, n=blocks, b=block, u=unroll, w=warps: read_kernel[g](
                 src, sink, n, BLOCK=b, UNROLL=u, num_warps=w
             ),
             9,

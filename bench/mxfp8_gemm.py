@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 import harness
 import torch
 import triton
-import triton.language as tl
 import typer
 
 from beam_moe.kernels import tuning
@@ -358,21 +357,6 @@ def peak_bytes(call: Callable[[], object]) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated() - before, least
 
 
-@triton.jit
-def _read_kernel(src_ptr, sink_ptr, blocks, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr):
-    """Grid (programs,): `harness`'s plain read, with launches that overlap as gemm's do."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros((BLOCK,), dtype=tl.int32)
-    lane = tl.arange(0, BLOCK)
-    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
-        base = src_ptr + block * (BLOCK * UNROLL)
-        for i in tl.static_range(UNROLL):
-            acc += tl.load(base + i * BLOCK + lane)
-    tl.store(sink_ptr + tl.program_id(0), tl.sum(acc))
-
-
 @functools.cache
 def read_us(size: int) -> dict[str, float]:
     """Microseconds of a launch that reads ``size`` bytes and does nothing else, with and without overlap."""
@@ -392,7 +376,9 @@ def read_us(size: int) -> dict[str, float]:
             constants = {"BLOCK": block, "UNROLL": unroll, "PDL": pdl, "num_warps": warps}
             constants |= {"launch_pdl": True} if pdl else {}
             grid, blocks = (sms * per_sm,), words // (block * unroll)
-            calls = [lambda t=t, g=grid, b=blocks, c=constants: _read_kernel[g](t, sink, b, **c) for t in sources]
+            calls = [
+                lambda t=t, g=grid, b=blocks, c=constants: harness.read_kernel[g](t, sink, b, **c) for t in sources
+            ]
             times.append(harness.time_us(calls, 7, 1.0)["us"])
         found[name] = min(times) * size / (4 * words)
     return found

@@ -41,9 +41,7 @@ import triton.language as tl
 
 from beam_moe.kernels import tuning
 from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
-from beam_moe.kernels.launch import ARRIVAL_COUNTERS as _COUNTERS
-from beam_moe.kernels.launch import ArrivalCounters as _Counters
-from beam_moe.kernels.launch import supports_pdl
+from beam_moe.kernels.launch import ARRIVAL_COUNTERS, ArrivalCounters, supports_pdl
 from beam_moe.kernels.mxfp8.decode_block import bits_if_soft, normalize_rows
 from beam_moe.kernels.mxfp8.format import (
     BLOCK,
@@ -329,7 +327,7 @@ def tile_constants(b: MXFP8Tensor, config: GemmConfig) -> dict[str, bool | int]:
     }
 
 
-_arrivals = _Counters()
+_arrivals = ArrivalCounters()
 
 
 def _between(
@@ -342,7 +340,7 @@ def _between(
     """
     if split == 1:
         return None, None
-    counts = _arrivals.get(device) if join and tiles <= _COUNTERS else None
+    counts = _arrivals.get(device) if join and tiles <= ARRIVAL_COUNTERS else None
     return torch.empty(split, n, width, dtype=torch.float32, device=device), counts
 
 
