@@ -160,6 +160,12 @@ def get_beam_layer_spec(config, vp_stage: int | None = None, *, use_transformer_
     """
     check_config(config)
     te = _use_te("get_beam_layer_spec", use_transformer_engine)
+    recomputed = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
+    if not te and recomputed & {"layernorm", "moe_act"}:
+        raise ValueError(
+            "get_beam_layer_spec: recompute_modules must be without 'layernorm' and 'moe_act' where Transformer Engine "
+            f"is not used, got {sorted(recomputed)}: megatron-core 0.19.2 recomputes these by a name it then lacks"
+        )
     spec = get_moe_layer_spec(config, vp_stage, use_transformer_engine=te)
     attention, layer = _te_classes() if te else (BeamCoreAttention, BeamTransformerLayer)
     for one in spec.layer_specs:

@@ -121,6 +121,11 @@ def guards(folder):
         get_beam_layer_spec(provider)
     messages["cross_entropy_fusion_impl"] = str(e.value)
     provider.cross_entropy_loss_fusion = False
+    provider.recompute_granularity, provider.recompute_modules = "selective", ["core_attn", "moe_act"]
+    with pytest.raises(ValueError) as e:
+        get_beam_layer_spec(provider)
+    messages["recompute_modules"] = str(e.value)
+    provider.recompute_modules = ["core_attn", "moe"]
     get_beam_layer_spec(provider)
     with pytest.raises(ImportError) as e:
         get_beam_layer_spec(provider, use_transformer_engine=True)
