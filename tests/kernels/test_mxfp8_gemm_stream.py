@@ -61,7 +61,7 @@ def test_joined_sums_are_those_of_a_second_launch(m, n, k, split, device, monkey
     config = GemmConfig("bf16", 16, 64, 32, split, join=True)
     for _ in range(3):
         assert torch.equal(gemm(a, b, bias=bias, out_dtype=F32, config=config), apart)
-    monkeypatch.setattr(module, "_COUNTERS", 0)  # more tiles than counts
+    monkeypatch.setattr(module, "ARRIVAL_COUNTERS", 0)  # more tiles than counts
     assert torch.equal(gemm(a, b, bias=bias, out_dtype=F32, config=config), apart)
 
 
@@ -115,7 +115,7 @@ def test_stream_gives_the_same_bits_where_a_second_launch_adds(config, hopper, m
     a, b = operands(STREAM_ROWS, 520, 1536, hopper)
     bias = torch.randn(520, device=hopper)
     joined = gemm(a, b, bias=bias, out_dtype=F32, config=config)
-    monkeypatch.setattr(module, "_COUNTERS", 0)  # more tiles than counts
+    monkeypatch.setattr(module, "ARRIVAL_COUNTERS", 0)  # more tiles than counts
     assert torch.equal(gemm(a, b, bias=bias, out_dtype=F32, config=config), joined)
 
 
