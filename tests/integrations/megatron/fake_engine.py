@@ -31,7 +31,7 @@ with Client(given["--socket"], "AF_UNIX") as wire:
             routers.update({n: t for n, t in tensors.items() if is_router(n)})
             if not names:
                 names = set(tensors)
-            assert set(tensors) == names and all(bool(t.isfinite().all()) for t in tensors.values())
+            assert set(tensors) == names and all(bool(t.float().isfinite().all()) for t in tensors.values())
         elif what == "routers":
             answer = check_routers(message[0], routers, "in the engine") if routers else list(message[0])
         elif what == "generate":

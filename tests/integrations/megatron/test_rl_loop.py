@@ -20,7 +20,7 @@ def loop(tmp_path):
 
     def run(*arguments, engine=""):
         env = {**os.environ, "BEAM_MOE_RESULTS": str(tmp_path / "results"), "FAKE_ENGINE": engine, "RANK": ""}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "GLOO_SOCKET_IFNAME": "lo"}
+        env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "GLOO_SOCKET_IFNAME": "lo"}
         del env["RANK"]
         command = [
             sys.executable, "-P", str(HERE / "rl_loop_cpu.py"), "train", "--engine-python", str(python), "--folder",
@@ -47,11 +47,12 @@ def test_steps_and_their_rows(loop, arguments):
     assert {"rollout", "score", "update", "sync"} <= set(rows[0]["seconds"])
 
 
-def test_ends_in_time(loop):
-    """With no time left the first step is the last, and is a whole one."""
-    done, rows = loop("--mode", "bf16", "--steps", "50", "--minutes", "0")
+@pytest.mark.parametrize("arguments", [["--mode", "bf16"], ["--mode", "mxfp8", "--wire", "mxfp8"]], ids="/".join)
+def test_ends_in_time(loop, arguments):
+    """With no time left the first step is the last, and a whole one; experts may be quantised before they are sent."""
+    done, rows = loop(*arguments, "--steps", "50", "--new", "2", "--minutes", "0")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert [r["step"] for r in rows] == [0] and "rounding" in rows[0]
+    assert [r["step"] for r in rows] == [0] and "rounding" in rows[0] and rows[0]["router_exact"]
 
 
 @pytest.mark.parametrize(
