@@ -113,7 +113,7 @@ def test_read_kernel_touches_every_word_once(harness):
     sink = torch.zeros(4, dtype=torch.int32)
     if torch.cuda.is_available():
         words, sink = words.cuda(), sink.cuda()
-    harness._read_kernel[(4,)](words, sink, 6, BLOCK=1024, UNROLL=2)
+    harness.read_kernel[(4,)](words, sink, 6, BLOCK=1024, UNROLL=2)
     assert int(sink.sum()) == int(words.sum())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -145,8 +146,8 @@ def test_pools_of_one_folder_share_what_they_run(engine_pool, pool):
     assert len((first.logs / "engines.txt").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("signal", ["INT", "TERM"])
-def test_interrupted_pytest_leaves_no_process(tmp_path, signal):
+@pytest.mark.parametrize("name", ["INT", "TERM"])
+def test_interrupted_pytest_leaves_no_process(tmp_path, name):
     """The real module's fixtures around a scenario that hangs: pytest ends, and so do engine and child."""
     (tmp_path / "script.py").write_text(SCRIPT)
     text = (HERE / "test_engine_gpu.py").read_text()
@@ -205,20 +206,23 @@ def test_hangs(results):
     env = {**os.environ, "BEAM_MOE_TEST_ENGINES": "3", "BEAM_MOE_TEST_LOGS": str(logs)}
     env.pop("PYTEST_XDIST_WORKER", None)
     pids, out = tmp_path / "t" / "engines" / "hangs" / "pids", tmp_path / "out"
+    # these tests may be a shell's background job, which ignores the interrupt, and what it starts inherits that
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(out, "w") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=file, cwd=tmp_path)
+    signal.signal(signal.SIGINT, ignored)
     try:
         deadline = time.monotonic() + 60
         while not (pids.exists() and "test_two" in out.read_text() and "test_hangs" in out.read_text()):
             assert time.monotonic() < deadline and process.poll() is None, out.read_text()
             time.sleep(0.1)
         time.sleep(0.3)
-        subprocess.run(["kill", f"-{signal}", str(process.pid)], check=True)
+        process.send_signal(signal.Signals[f"SIG{name}"])
         assert process.wait(30) == 2, out.read_text()
     finally:
         process.kill()
     said = out.read_text()
-    for name, word in (("fine", "PASSED"), ("breaks", "ERROR"), ("two", "SKIPPED")):
-        assert f"test_{name} {word}" in said, said
+    for test, word in (("fine", "PASSED"), ("breaks", "ERROR"), ("two", "SKIPPED")):
+        assert f"test_{test} {word}" in said, said
     assert "it broke" in said and sorted(p.name for p in logs.glob("*.log")) == ["breaks.log", "fine.log", "hangs.log"]
     assert not [pid for pid in pids.read_text().split() if alive(int(pid))]
