@@ -17,6 +17,7 @@ import triton.language as tl
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
     block_rows,
+    count_up,
     dot,
     dot_fp32,
     let_next_start,
@@ -62,7 +63,7 @@ def activate_unit(
     INTERPRETED: tl.constexpr, PDL: tl.constexpr, counts_ptr, wanted, wanted_shared, MAX_BLOCKS,
     JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``tile`` of a block, once the programs before it (JOINED: those of its block that count up) are through."""
+    """Tile ``tile`` of a block, once the programs before it (JOINED: those of its block) are through; JOINED counts up."""
     expert, pair, mask_m = block_rows(
         topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
         BLOCK_M, BLOCK_P, HAS_MAP,
@@ -147,6 +148,8 @@ def activate_unit(
                             a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_i[None, :], other=0.0)
                             s = tl.trans(dot(a, tl.trans(h), zero, INTERPRETED))
                             tl.store(out + r[None, :], s, mask=mine[:, None] & (r < live)[None, :])
+        if JOINED:
+            count_up(counts_ptr + MAX_BLOCKS + block)
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS"])

@@ -26,6 +26,10 @@ class MoEConfig:
     # routed rows of a block; for 8 Triton takes mma.sync, for more wgmma: the former holds weights in registers, where
     # MXFP8 codes come from shared memory four and more at a time
     block_m: int = 16
+    # blocks of one expert, where it has as many, for which a program of gate_up and down reads its weights once: each
+    # has a product of its own, and its bits do not depend on this; needs "plan", dense weights and, in one launch, a
+    # lag of as many
+    wide: int = 1
     # how a block finds its rows: by the "plan"; by a "search" through all pairs, which pays while they are few; or
     # "direct", one pair a block, while hardly two tokens share an expert
     rows: str = "plan"
@@ -54,7 +58,8 @@ class MoEConfig:
     # so that the end comes sooner after the last byte; 0: as everywhere
     tail: int = 0
     tail_tiles: int = 0
-    registers: int = 0  # most that a thread of gate_up, or of the joined launch, may take on MXFP8 weights; 0: a rule
+    # most that a thread of gate_up, or of the one launch, may take; 0: as many as it likes, with MXFP8 weights a rule
+    registers: int = 0
 
     @classmethod
     def pick(
@@ -167,11 +172,19 @@ class MoEConfig:
         one = self.up_warps == self.act_warps == self.down_warps
         narrow = self.tail_tiles == 0 or (self.tail_tiles > 0 and self.down_tiles % self.tail_tiles == 0)
         whole = self.tail >= 0 and narrow
-        return self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole)
+        # activate of the last of ``wide`` blocks stands ``lag`` after it, down of all ``2 * lag`` after the first
+        fits = self.wide == 1 or (self.wide > 1 and self.rows == "plan" and (self.lag == 0 or self.lag >= self.wide))
+        return fits and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
 
     def blocks(self, pairs: int, experts: int) -> int:
-        """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need."""
-        return min(pairs, experts + pairs // self.block_m) if self.rows == "plan" else pairs
+        """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need.
+
+        An expert of n rows has at most ``1 + (n - 1) / block_m`` of them.
+        """
+        if self.rows != "plan":
+            return pairs
+        chosen = min(pairs, experts)
+        return chosen + (pairs - chosen) // self.block_m
 
 
 _Groups = tuple[tuple[tuple[str, ...], tuple[tuple, ...]], ...]
@@ -220,7 +233,7 @@ _DENSE: _Groups = (
     ),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),
     (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
-    (("block_m",), ((8,), (16,), (32,), (64,), (128,))),
+    (("block_m", "wide"), ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1), (64, 1), (128, 1))),
 )
 _MXFP8: _Groups = (
     (("lag", "splits"), ((0, 1), (0, 2), (4, 2), (8, 2), (16, 1), (32, 1), (16, 2))),

@@ -35,6 +35,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     single_row,
     wait_for_count,
     wait_for_previous,
+    wide_rows,
 )
 from beam_moe.kernels.mxfp8.decode_block import row_top, settled
 
@@ -173,27 +174,131 @@ def _mxfp8_tiles(
 
 
 @triton.jit
+def _finish(
+    accs, n, mask_n, y_shift, rows, own, adapters,
+    ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A finished tile of WIDE blocks, its adapters let in, to y."""
+    b2_ptr, e, s_ptr, P, r_0, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn = adapters
+    for i in tl.static_range(WIDE):
+        y = tl.trans(accs[i])
+        if ADAPTED:
+            y = _add_adapters(
+                y, b2_ptr, n, mask_n, e, s_ptr, own[i][3], rows[i][3], P, r_0, own[i][0], own[i][1], own[i][2],
+                ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+            )  # fmt: skip
+        mask = rows[i][2][:, None] & mask_n[None, :]
+        tl.store(rows[i][1] + y_shift, y, mask=mask, eviction_policy="evict_last")
+
+
+@triton.jit
+def _dense_tiles(
+    w_rows, stride_wn, rows, own, adapters, first_tile, tiles,
+    H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
+    MORE: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A program's tiles of y for WIDE blocks, each with a product of its own, so that its bits are those of it alone.
+
+    rows: of each block pointers to h (BLOCK_M, BLOCK_K) and y (BLOCK_M, BLOCK_N), row mask and pairs. own: of each
+    (where ADAPTED) its rows' slots, the first of them, that one's live rank, and s (BLOCK_R, BLOCK_M) for it.
+    """
+    EVEN_K: tl.constexpr = I % BLOCK_K == 0
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    if WHOLE:
+        h_tiles = ()
+        for i in tl.static_range(WIDE):
+            for step in tl.static_range(STEPS):
+                mask = rows[i][2][:, None]
+                if not EVEN_K:
+                    mask = mask & (step * BLOCK_K + offs_k < I)[None, :]
+                h_tiles = h_tiles + (tl.trans(tl.load(rows[i][0] + step * BLOCK_K, mask=mask, other=0.0)),)
+        for tile in tl.range(first_tile, first_tile + tiles, num_stages=STAGES):
+            n = tile * BLOCK_N + offs_n
+            mask_n = n < H
+            w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
+            accs = ()
+            for i in tl.static_range(WIDE):
+                accs = accs + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+            for step in tl.static_range(STEPS):
+                if EVEN_K and EVEN_N:
+                    w = tl.load(w_tile + step * BLOCK_K)
+                else:
+                    mask_w = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+                    w = tl.load(w_tile + step * BLOCK_K, mask=mask_w, other=0.0)
+                sums = ()
+                for i in tl.static_range(WIDE):
+                    sums = sums + (dot(w, h_tiles[i * STEPS + step], accs[i], INTERPRETED),)
+                accs = sums
+            _finish(
+                accs, n, mask_n, tile * BLOCK_N, rows, own, adapters,
+                ADAPTED, RANK, TILES, MORE, WIDE, BLOCK_R, INTERPRETED,
+            )  # fmt: skip
+    else:
+        accs = ()
+        for i in tl.static_range(WIDE):
+            accs = accs + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+        for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
+            tile = first_tile + step // STEPS
+            k = (step % STEPS) * BLOCK_K
+            n = tile * BLOCK_N + offs_n
+            mask_n = n < H
+            mask_k = k + offs_k < I
+            w_ptrs = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn + k
+            if EVEN_K and EVEN_N:
+                w = tl.load(w_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
+            sums = ()
+            for i in tl.static_range(WIDE):
+                if EVEN_K and EVEN_N:
+                    h = tl.load(rows[i][0] + k, mask=rows[i][2][:, None], other=0.0)
+                else:
+                    h = tl.load(rows[i][0] + k, mask=rows[i][2][:, None] & mask_k[None, :], other=0.0)
+                sums = sums + (dot(w, tl.trans(h), accs[i], INTERPRETED),)
+            accs = sums
+            if step % STEPS == STEPS - 1:
+                _finish(
+                    accs, n, mask_n, tile * BLOCK_N, rows, own, adapters,
+                    ADAPTED, RANK, TILES, MORE, WIDE, BLOCK_R, INTERPRETED,
+                )  # fmt: skip
+                fresh = ()
+                for i in tl.static_range(WIDE):
+                    fresh = fresh + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+                accs = fresh
+
+
+@triton.jit
 def down_unit(
     first_tile, tiles, block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr, order_ptr,
-    block_experts_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl,
+    block_experts_ptr, widths_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl,
     stride_be, stride_bn, H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED_B: tl.constexpr,
     TILES: tl.constexpr, TOP_K: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, WHOLE: tl.constexpr,
     DIRECT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se, stride_sn,
     BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr, W_TMA: tl.constexpr,
-    STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr,
+    STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of a block of pairs, once the programs before (JOINED: those of the block) are through.
 
-    EVEN_N: none of them reaches beyond H.
+    EVEN_N: none of them reaches beyond H. With WIDE above 1 the first of up to WIDE blocks of one expert stands for all
+    (``widths``).
     """
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
+    WIDE_STAGES: tl.constexpr = STAGES - 1 if STAGES > 2 else STAGES  # in as much shared memory
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     ADAPTED: tl.constexpr = RANK > 0 and not SHARED_B
     if DIRECT:
         expert, pair, mask_m = single_row(topk_ids_ptr, expert_map_ptr, block, T * TOP_K, E_GLOBAL, E, BLOCK_M, HAS_MAP)
     else:
         expert, pair, mask_m = planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M)
+    width = 1
+    if WIDE > 1:
+        width = tl.load(widths_ptr + block)
+        expert = tl.where(width > 0, expert, -1)
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
@@ -208,7 +313,11 @@ def down_unit(
 
     if JOINED:
         if expert >= 0:
-            wait_for_count(counts_ptr + MAX_BLOCKS + block, wanted, INTERPRETED)
+            if WIDE > 1:
+                for i in range(width):
+                    wait_for_count(counts_ptr + MAX_BLOCKS + block + i, wanted, INTERPRETED)
+            else:
+                wait_for_count(counts_ptr + MAX_BLOCKS + block, wanted, INTERPRETED)
     else:
         wait_for_previous(PDL)
         let_next_start(PDL)
@@ -305,60 +414,39 @@ def down_unit(
                         y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"
                     )
                     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        elif WHOLE:
-            h_tiles = ()
-            for step in tl.static_range(STEPS):
-                mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
-                h_tiles = h_tiles + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0)),)
-            for tile in tl.range(first_tile, first_tile + tiles, num_stages=STAGES):
-                n = tile * BLOCK_N + offs_n
-                mask_n = n < H
-                w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
-                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                for step in tl.static_range(STEPS):
-                    if EVEN_K and EVEN_N:
-                        w = tl.load(w_tile + step * BLOCK_K)
-                    else:
-                        mask_w = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
-                        w = tl.load(w_tile + step * BLOCK_K, mask=mask_w, other=0.0)
-                    acc = dot(w, h_tiles[step], acc, INTERPRETED)
-                y = tl.trans(acc)
-                if ADAPTED:
-                    y = _add_adapters(
-                        y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
-                        enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
-                    )  # fmt: skip
-                tl.store(
-                    y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"
-                )
         else:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
-                tile = first_tile + step // STEPS
-                k = (step % STEPS) * BLOCK_K
-                n = tile * BLOCK_N + offs_n
-                mask_n = n < H
-                w_ptrs = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn + k
-                if EVEN_K and EVEN_N:
-                    w = tl.load(w_ptrs)
-                    h = tl.load(h_rows + k, mask=mask_m[:, None], other=0.0)
-                else:
-                    mask_k = k + offs_k < I
-                    w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
-                    h = tl.load(h_rows + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-                acc = dot(w, tl.trans(h), acc, INTERPRETED)
-                if step % STEPS == STEPS - 1:
-                    y = tl.trans(acc)
-                    if ADAPTED:
-                        y = _add_adapters(
-                            y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
-                            enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R,
-                            INTERPRETED,
-                        )  # fmt: skip
-                    tl.store(
-                        y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"
-                    )
-                    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            adapters = (b2_ptr, e, s_ptr, P, r_0, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn)
+            if width == 1:
+                rows = ((h_rows, y_rows, mask_m, pair),)
+                own = ()
+                if ADAPTED:
+                    own = ((slot_m, first_slot, live_0, s_0),)
+                _dense_tiles(
+                    w_rows, stride_wn, rows, own, adapters, first_tile, tiles,
+                    H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, 1,
+                    BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES, INTERPRETED,
+                )  # fmt: skip
+            if WIDE > 1:
+                if width > 1:
+                    pairs, masks = wide_rows(order_ptr, block, width, WIDE, BLOCK_M)
+                    rows, own = (), ()
+                    for i in tl.static_range(WIDE):
+                        pair_i = pairs[i].to(tl.int64)
+                        h_i = h_ptr + pair_i[:, None] * I + offs_k[None, :]
+                        y_i = y_ptr + pair_i[:, None] * H + offs_n[None, :]
+                        rows = rows + ((h_i, y_i, masks[i], pair_i),)
+                        if ADAPTED:
+                            slot_i = adapter_slot(lora_ids_ptr, pairs[i] // TOP_K, masks[i], SLOTS)
+                            first_i = tl.max(slot_i, 0)
+                            live_i = live_rank(ranks_ptr, enabled_ptr, first_i, RANK)
+                            mine = (slot_i == first_i) & (live_i > 0)
+                            s_i = tl.trans(load_s(s_ptr, pair_i, mine, r_0, live_i, P, RANK, TILES))
+                            own = own + ((slot_i, first_i, live_i, s_i),)
+                    _dense_tiles(
+                        w_rows, stride_wn, rows, own, adapters, first_tile, tiles,
+                        H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, WIDE,
+                        BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, WIDE_STAGES, INTERPRETED,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS"])
@@ -374,6 +462,7 @@ def _down_kernel(
     expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (MAX_BLOCKS, BLOCK_M)
     block_experts_ptr,  # (MAX_BLOCKS,)
+    widths_ptr,  # (MAX_BLOCKS,), where WIDE is above 1
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
@@ -413,6 +502,7 @@ def _down_kernel(
     SOFT: tl.constexpr = False,
     W_TMA: tl.constexpr = False,
     STAGES: tl.constexpr = 3,
+    WIDE: tl.constexpr = 1,  # blocks of one expert that a program takes together
 ):
     """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), after the blocks of tokens where experts share B2.
 
@@ -436,12 +526,12 @@ def _down_kernel(
             tl.program_id(0) * TILES_PER_PROGRAM, TILES_PER_PROGRAM, block - token_blocks,
             h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr, y_ptr=y_ptr,
             topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
-            block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
+            block_experts_ptr=block_experts_ptr, widths_ptr=widths_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
             enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_we, stride_wn=stride_wn,
             stride_bl=stride_bl, stride_be=stride_be, stride_bn=stride_bn, H=H, I=I, RANK=RANK, SHARED_B=SHARED_B,
             TILES=TILES, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP, WHOLE=WHOLE, DIRECT=DIRECT,
             EVEN_N=H % (BLOCK_N * TILES_PER_PROGRAM) == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
             BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr,
             stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT,
-            W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False,
+            W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, WIDE=WIDE,
         )  # fmt: skip

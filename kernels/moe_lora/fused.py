@@ -117,9 +117,11 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
         _require(
             config.joins,
             "config",
-            "of rows='plan', one number of warps and tail_tiles dividing down_tiles where lag is not 0; none below 0",
+            "of rows='plan', one number of warps and tail_tiles dividing down_tiles where lag is not 0, none below 0; "
+            "of wide from 1 up, above 1 with rows='plan' and no lag or one of at least wide",
             config,
         )
+        _require(config.wide == 1 or not mx, "config", "of wide=1 where weights are MXFP8", config)
     if lora_ids is not None:
         _tensor("lora_ids", lora_ids, 1, (torch.int32,), device)
         _require(lora_ids.shape[0] == tokens, "lora_ids", f"({tokens},)", tuple(lora_ids.shape))
@@ -216,10 +218,12 @@ def _run(
         down_base = down.constants | {"NORMALIZED": bf16}
     else:
         up_strides, down_strides = w13.stride()[:2], w2.stride()[:2]
+        if cfg.registers:
+            up_base["maxnreg"] = cfg.registers
 
     if cfg.rows == "plan" or images:
         build_plan(
-            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.counts,
+            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, wide=cfg.wide,
             num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl, planned=cfg.rows == "plan",
             **images,
         )  # fmt: skip
@@ -249,7 +253,7 @@ def _run(
         )  # fmt: skip
         _joined_kernel[grid](
             x, up_w, down_w, gate_a, gate_b, w2_a, w2_b, buffers.gu, t, buffers.h, s, buffers.y, buffers.counts,
-            topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
+            topk_weights, topk_ids, emap, order, table, buffers.widths, ids, ranks, enabled,
             tokens, e_global, experts, slots, blocks, up_a_offset, up_b_offset,
             x.stride(0), *up_strides, *down_strides, a_strides[0], a_strides[1], a_strides[2],
             b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
@@ -259,7 +263,7 @@ def _run(
             BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, TAIL=cfg.tail,
             TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r,
-            HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
+            WIDE=cfg.wide, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
         w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
@@ -267,12 +271,12 @@ def _run(
         if shared_a:
             up_parts, token_blocks = max(w_tiles, a_tiles) * cfg.splits, triton.cdiv(tokens, cfg.block_m)
         _gate_up_kernel[(up_parts, token_blocks + blocks)](
-            x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, ids, ranks, enabled,
+            x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, buffers.widths, ids, ranks, enabled,
             tokens, e_global, experts, slots, up_a_offset,
             x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
             H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
-            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, **common, **up_base,
+            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=cfg.wide, **common, **up_base,
         )  # fmt: skip
         _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
             buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
@@ -284,13 +288,14 @@ def _run(
         )  # fmt: skip
         token_blocks = triton.cdiv(tokens, TOKENS.value) if shared_b else 0
         _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
-            buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, ids, ranks, enabled,
+            buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, buffers.widths, ids,
+            ranks, enabled,
             tokens, e_global, experts, slots,
             *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
             H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
             WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-            num_warps=cfg.down_warps, STAGES=cfg.down_stages, **common, **down_base,
+            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=cfg.wide, **common, **down_base,
         )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h

@@ -25,20 +25,26 @@ from beam_moe.kernels.moe_lora.pipeline import (
     let_next_start,
     live_rank,
     wait_for_previous,
+    wide_rows,
 )
 
 
 @triton.jit
 def _rows_times_x(
-    w, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, MASK_ROWS: tl.constexpr,
-    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+    w, row_offsets, row_mask, x_ptr, x_offsets, masks, k_first, k_last, H,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    MASK_ROWS: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 (BLOCK_N, BLOCK_M): weight rows at ``row_offsets`` times x rows over k_first..k_last."""
+    """WIDE fp32 (BLOCK_N, BLOCK_M): weight rows at ``row_offsets`` times the x rows of WIDE blocks over k_first..k_last.
+
+    Each block has a product of its own, so that its bits are those of the block alone.
+    """
     offs_k = k_first + tl.arange(0, BLOCK_K)
     w_ptrs = w + row_offsets[:, None] + offs_k[None, :]
-    x_ptrs = x_ptr + x_offsets[:, None] + offs_k[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    x_ptrs, accs = (), ()
+    for i in tl.static_range(WIDE):
+        x_ptrs = x_ptrs + (x_ptr + x_offsets[i][:, None] + offs_k[None, :],)
+        accs = accs + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
     for k in tl.range(k_first, k_last, BLOCK_K, num_stages=STAGES):
         mask_k = k + tl.arange(0, BLOCK_K) < H
         if EVEN_K and not MASK_ROWS:
@@ -47,14 +53,18 @@ def _rows_times_x(
             tile = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
         else:
             tile = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0)
-        if EVEN_K:
-            x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
-        else:
-            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-        acc = dot(tile, tl.trans(x), acc, INTERPRETED)
+        sums, ptrs = (), ()
+        for i in tl.static_range(WIDE):
+            if EVEN_K:
+                x = tl.load(x_ptrs[i], mask=masks[i][:, None], other=0.0)
+            else:
+                x = tl.load(x_ptrs[i], mask=masks[i][:, None] & mask_k[None, :], other=0.0)
+            sums = sums + (dot(tile, tl.trans(x), accs[i], INTERPRETED),)
+            ptrs = ptrs + (x_ptrs[i] + BLOCK_K,)
+        accs = sums
+        x_ptrs = ptrs
         w_ptrs += BLOCK_K
-        x_ptrs += BLOCK_K
-    return acc
+    return accs
 
 
 @triton.jit
@@ -78,33 +88,60 @@ def _adapter_tile(
             if tl.sum(mask_n.to(tl.int32), 0) > 0:
                 acc = _rows_times_x(
                     a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
-                    a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
-                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, STAGES, INTERPRETED,
+                    a_offsets, mask_n, x_ptr, (x_offsets,), (mask_m,), k_first, k_last, H,
+                    1, BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, STAGES, INTERPRETED,
                 )  # fmt: skip
-                tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
+                tl.store(out, tl.trans(acc[0]), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
+
+
+@triton.jit
+def _weight_tile(
+    w_rows, row_offsets, row_mask, x_ptr, stride_xt, out, pairs, masks, k_first, k_last, H: tl.constexpr,
+    N: tl.constexpr, TOP_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile of gate and up for the routed pairs of WIDE blocks; ``out`` points at the tile in pair 0's row."""
+    x_offsets = ()
+    for i in tl.static_range(WIDE):
+        x_offsets = x_offsets + ((pairs[i] // TOP_K).to(tl.int64) * stride_xt,)
+    accs = _rows_times_x(
+        w_rows, row_offsets, row_mask, x_ptr, x_offsets, masks, k_first, k_last, H,
+        WIDE, BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, STAGES, INTERPRETED,
+    )  # fmt: skip
+    for i in tl.static_range(WIDE):
+        ptrs = out[None, :] + pairs[i].to(tl.int64)[:, None] * N
+        tl.store(ptrs, tl.trans(accs[i]), mask=masks[i][:, None] & row_mask[None, :], eviction_policy="evict_last")
 
 
 @triton.jit
 def gate_up_unit(
     unit, block, x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr, topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr,
-    lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_a_offset, stride_xt, stride_we, stride_wn,
+    widths_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_a_offset, stride_xt, stride_we, stride_wn,
     stride_al, stride_ae, stride_ar, H: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
     TOP_K: tl.constexpr, SPLITS: tl.constexpr, SHARED_A: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
     W_TMA: tl.constexpr, xn_ptr, x_words_ptr, scales_ptr, words_ptr, stride_se, stride_sn, BASE: tl.constexpr,
     FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Tile and share ``unit`` of a block; blocks of tokens come before those of pairs where experts share A."""
+    """Tile and share ``unit`` of a block; blocks of tokens come before those of pairs where experts share A.
+
+    Returns for how many blocks from this one on it is done: 0 where no pair fell in the block or where an earlier
+    block's program takes its rows too (``widths``).
+    """
     W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = W_TILES if SHARED_A else W_TILES + A_TILES
     A_BLOCK_K: tl.constexpr = BLOCK_K if BASE == "dense" else BLOCK_K // 2  # as many bytes of A as of codes
     K_SHARE: tl.constexpr = ((H + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)) * BLOCK_K
+    WIDE_STAGES: tl.constexpr = STAGES - 1 if STAGES > 2 else STAGES  # in as much shared memory
     P = T * TOP_K
+    done = 0
     token_blocks = 0
     if SHARED_A:
         token_blocks = tl.cdiv(T, BLOCK_M)
     if SHARED_A and block < token_blocks:
+        done = 1
         split = unit // A_TILES
         if split < SPLITS:
             token = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -126,9 +163,13 @@ def gate_up_unit(
             if unit == 0:
                 tl.store(block_experts_ptr + block, expert)
                 tl.store(order_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M), tl.where(mask_m, pair, -1))
+        width = 1
+        if WIDE > 1:
+            width = tl.load(widths_ptr + block)
         if expert >= 0:
             tile = unit % TILES
             split = unit // TILES
+            done = 1
             k_first = split * K_SHARE
             k_last = tl.minimum(k_first + K_SHARE, H)
             token = pair // TOP_K
@@ -136,6 +177,7 @@ def gate_up_unit(
             row = split.to(tl.int64) * P + pair
             if tile < W_TILES:
                 n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                out = gu_ptr + split.to(tl.int64) * P * N + n
                 if BASE == "mxfp8":
                     e = expert.to(tl.int64)
                     acc = mxfp8_rows_times_x(
@@ -147,20 +189,30 @@ def gate_up_unit(
                         BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0,
                         FP16, NORMALIZED, SOFT, W_TMA, AHEAD, STAGES, INTERPRETED,
                     )  # fmt: skip
+                    ptrs = out[None, :] + pair.to(tl.int64)[:, None] * N
+                    tl.store(ptrs, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
                 else:
-                    acc = _rows_times_x(
-                        w13_ptr + expert.to(tl.int64) * stride_we, n.to(tl.int64) * stride_wn, n < N, x_ptr, x_offsets,
-                        mask_m, k_first, k_last, H,
-                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, STAGES, INTERPRETED,
-                    )  # fmt: skip
-                out = gu_ptr + row[:, None] * N + n[None, :]
-                tl.store(out, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
+                    w_rows = w13_ptr + expert.to(tl.int64) * stride_we
+                    if width == 1:
+                        _weight_tile(
+                            w_rows, n.to(tl.int64) * stride_wn, n < N, x_ptr, stride_xt, out, (pair,), (mask_m,),
+                            k_first, k_last, H, N, TOP_K, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, INTERPRETED,
+                        )  # fmt: skip
+                    if WIDE > 1:
+                        done = width
+                        if width > 1:
+                            pairs, masks = wide_rows(order_ptr, block, width, WIDE, BLOCK_M)
+                            _weight_tile(
+                                w_rows, n.to(tl.int64) * stride_wn, n < N, x_ptr, stride_xt, out, pairs, masks,
+                                k_first, k_last, H, N, TOP_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WIDE_STAGES, INTERPRETED,
+                            )  # fmt: skip
             elif RANK > 0:
                 _adapter_tile(
                     x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
                     lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
                     H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, STAGES, INTERPRETED,
                 )  # fmt: skip
+    return done
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS"])
@@ -174,6 +226,7 @@ def _gate_up_kernel(
     expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (MAX_BLOCKS, BLOCK_M)
     block_experts_ptr,  # (MAX_BLOCKS,)
+    widths_ptr,  # (MAX_BLOCKS,), where WIDE is above 1
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
@@ -215,6 +268,7 @@ def _gate_up_kernel(
     SOFT: tl.constexpr = False,
     AHEAD: tl.constexpr = False,
     STAGES: tl.constexpr = 3,
+    WIDE: tl.constexpr = 1,  # blocks of one expert that a program takes together
 ):
     """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS), after the blocks of tokens where experts share A."""
     wait_for_previous(PDL)
@@ -222,11 +276,11 @@ def _gate_up_kernel(
     gate_up_unit(
         tl.program_id(0), tl.program_id(1), x_ptr=x_ptr, w13_ptr=w13_ptr, a_ptr=a_ptr, gu_ptr=gu_ptr, t_ptr=t_ptr,
         topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
-        block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr,
+        block_experts_ptr=block_experts_ptr, widths_ptr=widths_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr,
         T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_a_offset=up_a_offset, stride_xt=stride_xt, stride_we=stride_we,
         stride_wn=stride_wn, stride_al=stride_al, stride_ae=stride_ae, stride_ar=stride_ar, H=H, N=N, RANK=RANK, NA=NA,
         TOP_K=TOP_K, SPLITS=SPLITS, SHARED_A=SHARED_A, HAS_MAP=HAS_MAP, BLOCK_P=BLOCK_P, BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, INTERPRETED=INTERPRETED, W_TMA=W_TMA, xn_ptr=xn_ptr, x_words_ptr=x_words_ptr,
         scales_ptr=scales_ptr, words_ptr=words_ptr, stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16,
-        NORMALIZED=NORMALIZED, SOFT=SOFT, AHEAD=AHEAD, STAGES=STAGES,
+        NORMALIZED=NORMALIZED, SOFT=SOFT, AHEAD=AHEAD, STAGES=STAGES, WIDE=WIDE,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from beam_moe.kernels.moe_lora.activate import activate_unit
 from beam_moe.kernels.moe_lora.down import TOKENS, down_unit, sum_experts
 from beam_moe.kernels.moe_lora.gate_up import gate_up_unit
 from beam_moe.kernels.moe_lora.pipeline import (
-    count_up,
+    count_up_each,
     let_next_start,
     wait_for_count,
     wait_for_counts,
@@ -57,6 +57,7 @@ def _joined_kernel(
     expert_map_ptr,
     order_ptr,
     block_experts_ptr,
+    widths_ptr,
     lora_ids_ptr,
     ranks_ptr,
     enabled_ptr,
@@ -107,6 +108,7 @@ def _joined_kernel(
     DOWN_TILES: tl.constexpr,
     TAIL: tl.constexpr,
     TAIL_TILES: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -155,19 +157,19 @@ def _joined_kernel(
             unit = tl.where(in_head, program % (A_TILES * SPLITS), part)
             block = tl.where(in_head, program // (A_TILES * SPLITS), block)
             count = tl.where(in_head, 2 * MAX_BLOCKS, step)
-        gate_up_unit(
+        done = gate_up_unit(
             unit, block, x_ptr=x_ptr, w13_ptr=w13_ptr, a_ptr=a_ptr, gu_ptr=gu_ptr, t_ptr=t_ptr,
             topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
-            block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
+            block_experts_ptr=block_experts_ptr, widths_ptr=widths_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
             enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_a_offset=up_a_offset,
             stride_xt=stride_xt, stride_we=stride_w13e, stride_wn=stride_w13n, stride_al=stride_al, stride_ae=stride_ae,
             stride_ar=stride_ar, H=H, N=2 * I, RANK=RANK, NA=NA, TOP_K=TOP_K, SPLITS=SPLITS, SHARED_A=SHARED_A,
             HAS_MAP=HAS_MAP, BLOCK_P=0, BLOCK_M=BLOCK_M, BLOCK_N=UP_N, BLOCK_K=UP_K, INTERPRETED=INTERPRETED,
             W_TMA=UP_TMA, xn_ptr=xn_ptr, x_words_ptr=x_words_ptr, scales_ptr=scales13_ptr, words_ptr=words13_ptr,
             stride_se=stride_s13e, stride_sn=stride_s13n, BASE=BASE, FP16=UP_FP16, NORMALIZED=UP_NORMALIZED, SOFT=SOFT,
-            AHEAD=AHEAD, STAGES=UP_STAGES,
+            AHEAD=AHEAD, STAGES=UP_STAGES, WIDE=WIDE,
         )  # fmt: skip
-        count_up(counts_ptr + count)
+        count_up_each(counts_ptr + count, done)
     elif step < MAX_BLOCKS + 2 * LAG:
         if (part >= UP_PARTS) & (part < UP_PARTS + ACT_PARTS):
             block = step - LAG
@@ -183,7 +185,6 @@ def _joined_kernel(
                     BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, counts_ptr=counts_ptr, wanted=UP_PARTS,
                     wanted_shared=head, MAX_BLOCKS=MAX_BLOCKS, JOINED=True,
                 )  # fmt: skip
-                count_up(counts_ptr + MAX_BLOCKS + block)
             if SHARED_B:
                 # behind the last block in use stand parts without a block, which sum up while down still works
                 here = tl.load(block_experts_ptr + block, mask=(block >= 0) & (block < MAX_BLOCKS), other=-1)
@@ -212,7 +213,8 @@ def _joined_kernel(
                 down_unit(
                     down_part * TAIL_TILES, tiles, block, h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr,
                     y_ptr=y_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
-                    block_experts_ptr=block_experts_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
+                    block_experts_ptr=block_experts_ptr, widths_ptr=widths_ptr, lora_ids_ptr=lora_ids_ptr,
+                    ranks_ptr=ranks_ptr,
                     enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_w2e,
                     stride_wn=stride_w2n, stride_bl=stride_b2l, stride_be=stride_b2e, stride_bn=stride_b2n, H=H, I=I,
                     RANK=RANK, SHARED_B=SHARED_B, TILES=ACT_PARTS, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP,
@@ -220,7 +222,7 @@ def _joined_kernel(
                     BLOCK_N=DOWN_N, BLOCK_K=DOWN_K, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL,
                     scales_ptr=scales2_ptr, words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE,
                     FP16=DOWN_FP16, NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES,
-                    counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True,
+                    counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, WIDE=WIDE,
                 )  # fmt: skip
 
 

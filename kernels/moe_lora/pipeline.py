@@ -34,6 +34,15 @@ def count_up(count_ptr):
 
 
 @triton.jit
+def count_up_each(counts_ptr, blocks):
+    """`count_up` for each of ``blocks``, which may be none."""
+    if blocks > 0:
+        tl.debug_barrier()
+        for block in range(blocks):
+            tl.atomic_add(counts_ptr + block, 1, sem="release", scope="gpu")
+
+
+@triton.jit
 def _seen(count_ptr):
     return tl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [count_ptr.to(tl.int64)],
@@ -113,6 +122,18 @@ def planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M: tl.constexpr):
     pair = tl.load(order_ptr + block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
     mask_m = (pair >= 0) & (expert >= 0)  # an empty block's pairs are never written
     return expert, tl.where(mask_m, pair, 0), mask_m
+
+
+@triton.jit
+def wide_rows(order_ptr, block, width, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Routed pairs and row masks of ``width`` blocks of one expert from ``block`` on, no rows in the rest of WIDE."""
+    pairs, masks = (), ()
+    for i in tl.static_range(WIDE):
+        rows = (block + i).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        pair = tl.load(order_ptr + rows, mask=i < width, other=-1)
+        masks = masks + (pair >= 0,)
+        pairs = pairs + (tl.where(pair >= 0, pair, 0),)
+    return pairs, masks
 
 
 @triton.jit

@@ -4,6 +4,8 @@
     expert_map     (E_GLOBAL,)            int32  optional: global expert -> local, -1 for another rank's
     order          (MAX_BLOCKS, BLOCK_M)  int32  the routed pairs of each block, ascending; -1 in the rows left over
     block_experts  (MAX_BLOCKS,)          int32  the expert of each block, ascending; -1 past the last
+    widths         (MAX_BLOCKS,)          int32  with WIDE above 1: how many blocks of the expert the programs of this
+                                                 one take together, up to WIDE; 0 where an earlier one takes it
 
 Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So
 the plan takes one launch without any exchange between programs, and is the same in every run. For few pairs there is
@@ -29,11 +31,13 @@ def _plan_kernel(
     expert_map_ptr,  # (E_GLOBAL,)
     order_ptr,  # (MAX_BLOCKS, BLOCK_M)
     block_experts_ptr,  # (MAX_BLOCKS,)
+    widths_ptr,  # (MAX_BLOCKS,)
     P,
     E_GLOBAL,
     E,
     MAX_BLOCKS,
     counts_ptr,  # (2 * MAX_BLOCKS + 1,)
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -82,6 +86,8 @@ def _plan_kernel(
         used = tl.sum(blocks, 0)
         for first in range(used, MAX_BLOCKS, BLOCK_E):
             tl.store(block_experts_ptr + first + offs_e, -1, mask=first + offs_e < MAX_BLOCKS)
+            if WIDE > 1:
+                tl.store(widths_ptr + first + offs_e, 0, mask=first + offs_e < MAX_BLOCKS)
 
     for e in range(program * EXPERTS_PER_PROGRAM, tl.minimum((program + 1) * EXPERTS_PER_PROGRAM, E)):
         own = offs_e == e
@@ -100,7 +106,11 @@ def _plan_kernel(
             over = tl.arange(0, BLOCK_M)
             tl.store(row + over, -1, mask=count_e + over < blocks_e * BLOCK_M)
             for first in range(0, blocks_e, BLOCK_E):
-                tl.store(block_experts_ptr + block_e + first + offs_e, e, mask=first + offs_e < blocks_e)
+                at = first + offs_e
+                tl.store(block_experts_ptr + block_e + at, e, mask=at < blocks_e)
+                if WIDE > 1:
+                    width = tl.where(at % WIDE == 0, tl.minimum(blocks_e - at, WIDE), 0)
+                    tl.store(widths_ptr + block_e + at, width, mask=at < blocks_e)
 
 
 def build_plan(
@@ -110,8 +120,10 @@ def build_plan(
     block_m: int,
     order: torch.Tensor,
     block_experts: torch.Tensor,
+    widths: torch.Tensor,
     counts: torch.Tensor,
     *,
+    wide: int,
     num_warps: int,
     experts_per_program: int,
     pdl: bool,
@@ -120,7 +132,8 @@ def build_plan(
     xn: torch.Tensor | None = None,
     words: torch.Tensor | None = None,
 ) -> None:
-    """Launch the plan of ``topk_ids`` (T, K) into ``order`` and ``block_experts``, laid out as above; zero ``counts``.
+    """Launch the plan of ``topk_ids`` (T, K) into ``order``, ``block_experts`` and, with ``wide`` above 1, ``widths``,
+    laid out as above; zero ``counts``.
 
     With ``x`` (T, H), of inner stride 1, further programs of the same launch write its rows' fp16 images to ``xn``
     (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone.
@@ -140,11 +153,13 @@ def build_plan(
         topk_ids if expert_map is None else expert_map,
         order,
         block_experts,
+        widths,
         pairs,
         0 if expert_map is None else expert_map.numel(),
         experts,
         block_experts.numel(),
         counts,
+        WIDE=wide,
         BLOCK_M=block_m,
         BLOCK_P=min(4096, max(16, triton.next_power_of_2(pairs))),
         BLOCK_E=triton.next_power_of_2(experts + 1),

@@ -30,6 +30,7 @@ class Buffers(NamedTuple):
 
     order: torch.Tensor
     block_experts: torch.Tensor
+    widths: torch.Tensor
     gu: torch.Tensor
     t: torch.Tensor
     h: torch.Tensor
@@ -48,6 +49,7 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
     return [
         (0 if config.rows == "direct" else blocks * config.block_m, torch.int32),
         (0 if config.rows == "direct" else blocks, torch.int32),
+        (blocks if config.wide > 1 else 0, torch.int32),
         (config.splits * pairs * 2 * shape.inter, torch.float32),
         (config.splits * pairs * 2 * shape.rank, torch.float32),
         (pairs * shape.inter, None),

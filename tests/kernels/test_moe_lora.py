@@ -469,6 +469,49 @@ def test_one_launch_for_the_products_has_the_bits_of_three(device, case, tiles, 
         assert torch.equal(fused_moe(**args, config=narrow), apart)
 
 
+# rows of an expert: none, a block, two blocks, more than four blocks of 8, and the rest
+CROWDED = [0] * 7 + [1] * 12 + [3] * 41 + [2] * 3 + [-1] * 2
+WIDE_CASES = {
+    "bare": {},
+    "adapters": {"rank": 8},
+    "two_slots": {"rank": 40, "slots": 2},
+    "shared": {"rank": 8, "shared": True},
+}
+
+
+def crowded(device, case):
+    args = layer(device, tokens=len(CROWDED), top_k=1, experts=5, **WIDE_CASES[case])
+    args["topk_ids"] = ints(*CROWDED, device=device)[:, None]
+    return args
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["steps", "whole"])
+@pytest.mark.parametrize("case", WIDE_CASES)
+def test_blocks_of_an_expert_taken_together_keep_their_bits(device, case, whole):
+    args = crowded(device, case)
+    config = dataclasses.replace(SMALL, block_m=8, down_whole=whole)
+    check(args, config)
+    apart = fused_moe(**args, config=config)
+    for wide, lag in ((2, 0), (4, 0), (2, 2), (3, 5)):
+        assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, wide=wide, lag=lag)), apart), (
+            wide,
+            lag,
+        )
+
+
+def test_blocks_taken_together_need_a_plan_a_lag_of_as_many_and_dense_weights(device):
+    args = layer(device)
+    for wrong in ({"rows": "search"}, {"lag": 3}, {"wide": 0}, {"wide": -1}):
+        with pytest.raises(
+            ValueError, match="fused_moe: config must be .* of wide from 1 up, above 1 with rows='plan'"
+        ):
+            fused_moe(**args, config=dataclasses.replace(SMALL, **{"wide": 4, **wrong}))
+    args = layer(device, hidden=64, inter=32)
+    args |= {name: quantize_reference(args[name].float()) for name in ("w13", "w2")}
+    with pytest.raises(ValueError, match="fused_moe: config must be of wide=1 where weights are MXFP8"):
+        fused_moe(**args, config=dataclasses.replace(SMALL, wide=2))
+
+
 @pytest.mark.parametrize("block_m", [8, 16])
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
@@ -547,17 +590,31 @@ def test_programs_of_one_launch_may_end_in_any_order_that_their_waits_allow(devi
         assert order.postponed or case == "nothing_routed"
 
 
+@pytest.mark.skipif(CUDA, reason="a GPU starts programs as it likes")
+@pytest.mark.parametrize("case", ["bare", "adapters"])
+def test_blocks_taken_together_wait_for_each_of_them(device, case, monkeypatch):
+    args = crowded(device, case)
+    config = dataclasses.replace(SMALL, block_m=8)
+    apart = fused_moe(**args, config=config)
+    args["workspace"] = Workspace(torch.empty(1 << 20, dtype=torch.uint8, device=device), len(CROWDED), 1, 8)
+    args["workspace"].buffer.fill_(255)
+    order = AnyOrder(fused._joined_kernel, True)
+    monkeypatch.setattr(fused, "_joined_kernel", order)
+    assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, wide=3, lag=3)), apart)
+    assert order.postponed
+
+
 @pytest.mark.skipif(CUDA, reason="a GPU would hang")
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_wait_for_more_or_fewer_parts_than_there_are_is_found_without_a_gpu(device, times, monkeypatch):
-    real, seen = joined.count_up, []
+    real, seen = joined.count_up_each, []
 
-    def count_up(count_ptr):
-        seen.append(count_ptr)
+    def count_up_each(counts_ptr, blocks):
+        seen.append(counts_ptr)
         for _ in range(times if len(seen) == 3 else 1):
-            real(count_ptr)
+            real(counts_ptr, blocks)
 
-    monkeypatch.setattr(joined, "count_up", count_up)
+    monkeypatch.setattr(joined, "count_up_each", count_up_each)
     with pytest.raises(Exception, match="a program waits for others than those before it"):
         fused_moe(**layer(device, rank=8), config=dataclasses.replace(SMALL, lag=2))
 

@@ -32,29 +32,38 @@ def expected(ids, expert_map, experts, block_m):
     return blocks
 
 
-def plan(ids, expert_map, experts, block_m, device, experts_per_program=1):
-    """(order, block_experts) of one launch, as lists; ids (T, K)."""
+def plan(ids, expert_map, experts, block_m, device, experts_per_program=1, wide=1):
+    """(order, block_experts, widths) of one launch, as lists; ids (T, K)."""
     ids = torch.tensor(ids, dtype=torch.int32, device=device)
     emap = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32, device=device)
     blocks = MoEConfig(block_m=block_m).blocks(ids.numel(), experts)
     order = torch.full((blocks * block_m,), EMPTY, dtype=torch.int32, device=device)
     table = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
     counts = torch.full((2 * blocks + 1,), EMPTY, dtype=torch.int32, device=device)
+    widths = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
     build_plan(
-        ids, emap, experts, block_m, order, table, counts, num_warps=4, experts_per_program=experts_per_program,
-        pdl=False,
+        ids, emap, experts, block_m, order, table, widths, counts, wide=wide, num_warps=4,
+        experts_per_program=experts_per_program, pdl=False,
     )  # fmt: skip
     assert not counts.any(), "the joined launch counts from zero"
-    return order.view(blocks, block_m).tolist(), table.tolist()
+    return order.view(blocks, block_m).tolist(), table.tolist(), widths.tolist()
 
 
-def check(ids, expert_map, experts, block_m, device, **options):
-    order, table = plan(ids, expert_map, experts, block_m, device, **options)
+def check(ids, expert_map, experts, block_m, device, wide=1, **options):
+    order, table, widths = plan(ids, expert_map, experts, block_m, device, wide=wide, **options)
     want = expected([i for row in ids for i in row], expert_map, experts, block_m)
     assert len(want) <= len(table), "MoEConfig.blocks bounds the blocks of any routing"
     assert table == [e for e, _ in want] + [-1] * (len(table) - len(want))
     for got, (_, pairs) in zip(order, want):
         assert got == pairs + [-1] * (block_m - len(pairs))
+    if wide > 1:
+        taken = []
+        for e in sorted({e for e, _ in want}):
+            blocks = sum(e == other for other, _ in want)
+            for first in range(0, blocks, wide):
+                group = min(wide, blocks - first)
+                taken += [group] + [0] * (group - 1)
+        assert widths == taken + [0] * (len(table) - len(want))
     for rest in order[len(want) :]:
         assert rest == [EMPTY] * block_m, "blocks past the last are not written, so nobody may read them"
 
@@ -73,12 +82,14 @@ def test_any_routing(device, data):
     ids = data.draw(st.lists(st.lists(id_, min_size=top_k, max_size=top_k), min_size=1, max_size=40), "topk_ids")
     expert_map = data.draw(st.none() | st.lists(st.integers(-1, experts), min_size=1, max_size=6), "expert_map")
     block_m = data.draw(st.sampled_from([16, 32]), "block_m")
-    check(ids, expert_map, experts, block_m, device, experts_per_program=data.draw(st.sampled_from([1, 3]), "programs"))
+    programs, wide = data.draw(st.sampled_from([1, 3]), "programs"), data.draw(st.sampled_from([1, 2, 4]), "wide")
+    check(ids, expert_map, experts, block_m, device, wide=wide, experts_per_program=programs)
 
 
 def test_one_expert_fills_more_blocks_than_there_are_bins(device):
     """All pairs on the only expert: its blocks are more than the bins that count experts."""
-    check([[0]] * 100, None, 1, 16, device)
+    for wide in (1, 4):
+        check([[0]] * 100, None, 1, 16, device, wide=wide)
 
 
 def test_more_blocks_are_empty_than_there_are_bins(device):
@@ -100,7 +111,7 @@ def test_the_most_experts_of_which_few_are_chosen(device):
 def test_every_pair_of_one_expert_each_needs_the_most_blocks(device):
     """As many blocks as `MoEConfig.blocks` allows: one row more in every expert than full blocks hold."""
     ids = [[e] for e in range(3) for _ in range(17)]
-    _, table = plan(ids, None, 3, 16, device)
+    _, table, _ = plan(ids, None, 3, 16, device)
     assert table == [0, 0, 1, 1, 2, 2]
     check(ids, None, 3, 16, device)
 
