@@ -7,10 +7,6 @@
 The second term is there only where one B2 serves all experts (shared-outer adapters), which is then read once for each
 block of tokens. A routed pair whose expert is out of range or foreign has no row in y and adds nothing. Routing and the
 first adapter's B2 are loaded while the launch before drains.
-
-Without the second term `down` can do the same (`MoEConfig.fold`): its programs count the experts of each token that are
-through for their columns, and the one that finds all the others there adds them up, while others still read weights. No
-program waits for that, and the sum is the same, whoever takes it.
 """
 
 import triton
@@ -39,59 +35,6 @@ def _add_ranks(
         v = load_ranks(v_rows + r[None, :], mine, r, live, RANK)
         delta = dot_fp32(b, tl.trans(v), delta, INTERPRETED)
     return delta
-
-
-@triton.jit
-def expect_experts(
-    arrived_ptr, out_ptr, topk_ids_ptr, expert_map_ptr, token, E_GLOBAL, E, stride_out,
-    H: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
-):  # fmt: skip
-    """Set a token's counts (GROUPS,) so that the last of its experts here finds TOP_K - 1; one of none gets its zeros."""
-    K: tl.constexpr = triton.next_power_of_2(TOP_K)
-    G: tl.constexpr = triton.next_power_of_2(GROUPS)
-    k = tl.arange(0, K)
-    here = local_expert(topk_ids_ptr, expert_map_ptr, token * TOP_K + k, k < TOP_K, E_GLOBAL, E, HAS_MAP) >= 0
-    experts = tl.sum(here.to(tl.int32), 0)
-    group = tl.arange(0, G)
-    tl.store(arrived_ptr + token * GROUPS + group, TOP_K - experts, mask=group < GROUPS)
-    if experts == 0:
-        for first in range(0, H, 256):
-            n = first + tl.arange(0, 256)
-            zero = tl.zeros((256,), out_ptr.dtype.element_ty)
-            tl.store(out_ptr + tl.cast(token, tl.int64) * stride_out + n, zero, mask=n < H)
-
-
-@triton.jit
-def fold(
-    token, mask_m, first_group, groups, arrived_ptr, y_ptr, topk_weights_ptr, out_ptr, topk_ids_ptr, expert_map_ptr,
-    scale, E_GLOBAL, E, stride_out,
-    H: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Count the rows' pairs as through for some groups of TILES column tiles; add up the tokens that this completes."""
-    tl.debug_barrier()  # the writes of all threads come before the release of those that count
-    for group in range(first_group, tl.minimum(first_group + groups, GROUPS)):
-        arrived = tl.atomic_add(arrived_ptr + token * GROUPS + group, 1, mask=mask_m, sem="acq_rel", scope="gpu")
-        last = mask_m & (arrived == TOP_K - 1)
-        if tl.max(last.to(tl.int32), 0) > 0:
-            valid, weights = (), ()
-            for k in tl.static_range(TOP_K):
-                pair = token * TOP_K + k
-                here = local_expert(topk_ids_ptr, expert_map_ptr, pair, last, E_GLOBAL, E, HAS_MAP) >= 0
-                valid = valid + (here,)
-                weights = weights + (tl.load(topk_weights_ptr + pair, mask=here, other=0.0),)
-            for tile in range(TILES):
-                n = (group * TILES + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-                mask_n = n < H
-                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                for k in tl.static_range(TOP_K):
-                    y_ptrs = y_ptr + (token * TOP_K + k).to(tl.int64)[:, None] * H + n[None, :]
-                    # from L2, where other multiprocessors wrote them
-                    y = tl.load(y_ptrs, mask=valid[k][:, None] & mask_n[None, :], other=0.0, cache_modifier=".cg")
-                    acc = tl.where(valid[k][:, None], acc + weights[k][:, None] * y, acc)
-                out = (acc * scale).to(out_ptr.dtype.element_ty)
-                out_ptrs = out_ptr + token.to(tl.int64)[:, None] * stride_out + n[None, :]
-                tl.store(out_ptrs, out, mask=last[:, None] & mask_n[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS", "scale"])

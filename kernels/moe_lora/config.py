@@ -58,9 +58,6 @@ class MoEConfig:
     # so that the end comes sooner after the last byte; 0: as everywhere
     tail: int = 0
     tail_tiles: int = 0
-    # whether the program of down that completes a token's columns adds up its experts, instead of a launch behind it
-    # (`combine.fold`); where experts share B2 that launch stays
-    fold: bool = False
     # most that a thread of gate_up, or of the one launch, may take; 0: as many as it likes, with MXFP8 weights a rule
     registers: int = 0
 
@@ -179,10 +176,6 @@ class MoEConfig:
         fits = self.wide == 1 or (self.wide > 1 and self.rows == "plan" and (self.lag == 0 or self.lag >= self.wide))
         return fits and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
 
-    def groups(self, hidden: int) -> int:
-        """Groups of columns that programs of down count apart under ``fold``: the narrowest of them takes one."""
-        return triton.cdiv(hidden, self.down_block_n * (self.tail_tiles or self.down_tiles)) if self.fold else 0
-
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need.
 
@@ -239,7 +232,6 @@ _DENSE: _Groups = (
         ),
     ),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),
-    (("fold",), ((False,), (True,))),
     (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
     (("block_m", "wide"), ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1), (64, 1), (128, 1))),
 )
@@ -262,7 +254,6 @@ _MXFP8: _Groups = (
     ),
     (("tail", "tail_tiles"), ((0, 0), (16, 1), (16, 2), (32, 4))),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4))),
-    (("fold",), ((False,), (True,))),
     (("block_m", "registers"), ((8, 128), (8, 168), (16, 0))),
 )
 GROUPS: dict[str, _Groups] = {"dense": _DENSE, "mxfp8": _MXFP8}

@@ -14,7 +14,6 @@ it then normalises itself, else in the bf16 form; B2 stays as it is.
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.combine import fold
 from beam_moe.kernels.moe_lora.mxfp8 import (
     decoded_dot,
     load_codes,
@@ -281,13 +280,12 @@ def down_unit(
     DIRECT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se, stride_sn,
     BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr, W_TMA: tl.constexpr,
-    STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr, WIDE: tl.constexpr, arrived_ptr,
-    topk_weights_ptr, out_ptr, scale, stride_out, FOLD: tl.constexpr,
+    STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of a block of pairs, once the programs before (JOINED: those of the block) are through.
 
     EVEN_N: none of them reaches beyond H. With WIDE above 1 the first of up to WIDE blocks of one expert stands for all
-    (``widths``). With FOLD (tiles of a group of columns, 0 without) it also sums the tokens that it completes.
+    (``widths``).
     """
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     WIDE_STAGES: tl.constexpr = STAGES - 1 if STAGES > 2 else STAGES  # in as much shared memory
@@ -449,23 +447,9 @@ def down_unit(
                         H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, WIDE,
                         BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, WIDE_STAGES, INTERPRETED,
                     )  # fmt: skip
-        if FOLD > 0:
-            GROUPS: tl.constexpr = (H + BLOCK_N * FOLD - 1) // (BLOCK_N * FOLD)
-            for i in range(width):
-                if WIDE > 1:
-                    pair_i = tl.load(order_ptr + (block + i).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
-                    mask_i = pair_i >= 0
-                    token_i = tl.where(mask_i, pair_i, 0) // TOP_K
-                else:
-                    token_i, mask_i = token, mask_m
-                fold(
-                    token_i, mask_i, first_tile // FOLD, tiles // FOLD, arrived_ptr, y_ptr, topk_weights_ptr, out_ptr,
-                    topk_ids_ptr, expert_map_ptr, scale, E_GLOBAL, E, stride_out,
-                    H, TOP_K, HAS_MAP, GROUPS, FOLD, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "SLOTS", "scale"])
+@triton.jit(do_not_specialize=["T", "SLOTS"])
 def _down_kernel(
     h_ptr,  # (P, I)
     w2_ptr,  # (E, H, I)
@@ -473,8 +457,6 @@ def _down_kernel(
     b2_ptr,  # (L, E, H, R)
     y_ptr,  # (P, H)
     v_ptr,  # (T, R), where B2 is shared
-    arrived_ptr,  # (T, GROUPS), with FOLD
-    out_ptr,  # (T, H), with FOLD
     topk_weights_ptr,  # (P,)
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
@@ -484,12 +466,10 @@ def _down_kernel(
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
-    scale,
     T,
     E_GLOBAL,
     E,
     SLOTS,
-    stride_out,
     stride_we,
     stride_wn,
     stride_bl,
@@ -523,7 +503,6 @@ def _down_kernel(
     W_TMA: tl.constexpr = False,
     STAGES: tl.constexpr = 3,
     WIDE: tl.constexpr = 1,  # blocks of one expert that a program takes together
-    FOLD: tl.constexpr = False,  # whether it adds up what it completes
 ):
     """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), after the blocks of tokens where experts share B2.
 
@@ -554,7 +533,5 @@ def _down_kernel(
             EVEN_N=H % (BLOCK_N * TILES_PER_PROGRAM) == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
             BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr,
             stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT,
-            W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, WIDE=WIDE, arrived_ptr=arrived_ptr,
-            topk_weights_ptr=topk_weights_ptr, out_ptr=out_ptr, scale=scale, stride_out=stride_out,
-            FOLD=TILES_PER_PROGRAM if FOLD else 0,
+            W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, WIDE=WIDE,
         )  # fmt: skip

@@ -10,8 +10,7 @@
     down      W2, B2, h, s                  y [, v]                 down.py
     combine   y, topk_weights [, B2, v]     out                     combine.py
 
-With `MoEConfig.lag` the three in the middle are one launch (joined.py), with `MoEConfig.fold` down takes combine's place
-as well.
+With `MoEConfig.lag` the three in the middle are one launch (joined.py).
 
 At decode the layer is bound by reading weights, so each expert's weights and factors are read once for all the rows
 that chose it, and each launch starts while the one before drains. Weights in MXFP8 are decoded on their way
@@ -222,10 +221,6 @@ def _run(
         if cfg.registers:
             up_base["maxnreg"] = cfg.registers
 
-    fold = cfg.fold and not (lora is not None and lora.shared_b)
-    groups = cfg.groups(hidden) if fold else 0
-    if cfg.rows == "plan":
-        images |= {"arrived": buffers.arrived, "groups": groups, "out": out}
     if cfg.rows == "plan" or images:
         build_plan(
             topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, wide=cfg.wide,
@@ -257,10 +252,10 @@ def _run(
             tokens=tokens, hidden=hidden, inter=inter, blocks=blocks, a_rows=na * rank, shared_a=shared_a, config=cfg
         )  # fmt: skip
         _joined_kernel[grid](
-            x, up_w, down_w, gate_a, gate_b, w2_a, w2_b, buffers.gu, t, buffers.h, s, buffers.y, buffers.arrived,
-            out, buffers.counts, topk_weights, topk_ids, emap, order, table, buffers.widths, ids, ranks, enabled,
-            scale, tokens, e_global, experts, slots, blocks, up_a_offset, up_b_offset,
-            out.stride(0), x.stride(0), *up_strides, *down_strides, a_strides[0], a_strides[1], a_strides[2],
+            x, up_w, down_w, gate_a, gate_b, w2_a, w2_b, buffers.gu, t, buffers.h, s, buffers.y, buffers.counts,
+            topk_weights, topk_ids, emap, order, table, buffers.widths, ids, ranks, enabled,
+            tokens, e_global, experts, slots, blocks, up_a_offset, up_b_offset,
+            x.stride(0), *up_strides, *down_strides, a_strides[0], a_strides[1], a_strides[2],
             b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
             b2_strides[0], b2_strides[1], b2_strides[2],
             H=hidden, I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, SHARED_B=shared_b, MORE=more,
@@ -268,7 +263,7 @@ def _run(
             BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, TAIL=cfg.tail,
             TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r,
-            WIDE=cfg.wide, FOLD=fold, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
+            WIDE=cfg.wide, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
         w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
@@ -276,14 +271,12 @@ def _run(
         if shared_a:
             up_parts, token_blocks = max(w_tiles, a_tiles) * cfg.splits, triton.cdiv(tokens, cfg.block_m)
         _gate_up_kernel[(up_parts, token_blocks + blocks)](
-            x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, buffers.widths, buffers.arrived,
-            out, ids, ranks, enabled,
+            x, up_w, gate_a, buffers.gu, t, topk_ids, emap, order, table, buffers.widths, ids, ranks, enabled,
             tokens, e_global, experts, slots, up_a_offset,
-            out.stride(0), x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
+            x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
             H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
-            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=cfg.wide,
-            GROUPS=0 if cfg.rows == "plan" else groups, **common, **up_base,
+            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=cfg.wide, **common, **up_base,
         )  # fmt: skip
         _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
             buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
@@ -295,17 +288,15 @@ def _run(
         )  # fmt: skip
         token_blocks = triton.cdiv(tokens, TOKENS.value) if shared_b else 0
         _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
-            buffers.h, down_w, s, w2_b, buffers.y, t, buffers.arrived, out, topk_weights, topk_ids, emap, order, table,
-            buffers.widths, ids, ranks, enabled,
-            scale, tokens, e_global, experts, slots, out.stride(0),
+            buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, buffers.widths, ids,
+            ranks, enabled,
+            tokens, e_global, experts, slots,
             *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
             H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
             WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=cfg.wide, FOLD=fold, **common, **down_base,
+            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=cfg.wide, **common, **down_base,
         )  # fmt: skip
-    if fold:
-        return
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h
     _combine_kernel[(triton.cdiv(hidden, block_h), triton.cdiv(tokens, block_t))](

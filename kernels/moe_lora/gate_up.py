@@ -17,7 +17,6 @@ W13 in MXFP8 is decoded in registers on the way (`mxfp8`); A stays as it is.
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.combine import expect_experts
 from beam_moe.kernels.moe_lora.mxfp8 import mxfp8_rows_times_x
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
@@ -228,8 +227,6 @@ def _gate_up_kernel(
     order_ptr,  # (MAX_BLOCKS, BLOCK_M)
     block_experts_ptr,  # (MAX_BLOCKS,)
     widths_ptr,  # (MAX_BLOCKS,), where WIDE is above 1
-    arrived_ptr,  # (T, GROUPS), where down adds up its results
-    out_ptr,  # (T, H), the same
     lora_ids_ptr,  # (T,)
     ranks_ptr,  # (L,)
     enabled_ptr,  # (L,)
@@ -238,7 +235,6 @@ def _gate_up_kernel(
     E,
     SLOTS,
     up_a_offset,
-    stride_out,
     stride_xt,
     stride_we,
     stride_wn,
@@ -273,7 +269,6 @@ def _gate_up_kernel(
     AHEAD: tl.constexpr = False,
     STAGES: tl.constexpr = 3,
     WIDE: tl.constexpr = 1,  # blocks of one expert that a program takes together
-    GROUPS: tl.constexpr = 0,  # of columns that down counts, where there is no plan to set the counts
 ):
     """Grid (row tiles of W13 and A times SPLITS, MAX_BLOCKS), after the blocks of tokens where experts share A."""
     wait_for_previous(PDL)
@@ -289,12 +284,3 @@ def _gate_up_kernel(
         scales_ptr=scales_ptr, words_ptr=words_ptr, stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16,
         NORMALIZED=NORMALIZED, SOFT=SOFT, AHEAD=AHEAD, STAGES=STAGES, WIDE=WIDE,
     )  # fmt: skip
-    if GROUPS > 0:
-        pair = tl.program_id(1)  # there is a block for each
-        if SHARED_A:
-            pair -= tl.cdiv(T, BLOCK_M)
-        if (tl.program_id(0) == 0) & (pair >= 0) & (pair % TOP_K == 0):
-            expect_experts(
-                arrived_ptr, out_ptr, topk_ids_ptr, expert_map_ptr, pair // TOP_K, E_GLOBAL, E, stride_out,
-                H, GROUPS, TOP_K, HAS_MAP,
-            )  # fmt: skip

@@ -37,7 +37,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS", "scale"])
+@triton.jit(do_not_specialize=["T", "SLOTS", "MAX_BLOCKS"])
 def _joined_kernel(
     x_ptr,  # the operands are described in gate_up.py, activate.py and down.py
     w13_ptr,
@@ -51,8 +51,6 @@ def _joined_kernel(
     h_ptr,
     s_ptr,
     y_ptr,
-    arrived_ptr,
-    out_ptr,
     counts_ptr,  # (2 * MAX_BLOCKS + 1,): parts done of each block's gate_up and activate; of the tokens' shared A
     topk_weights_ptr,
     topk_ids_ptr,
@@ -63,7 +61,6 @@ def _joined_kernel(
     lora_ids_ptr,
     ranks_ptr,
     enabled_ptr,
-    scale,
     T,
     E_GLOBAL,
     E,
@@ -71,7 +68,6 @@ def _joined_kernel(
     MAX_BLOCKS,
     up_a_offset,
     up_b_offset,
-    stride_out,
     stride_xt,
     stride_w13e,
     stride_w13n,
@@ -113,7 +109,6 @@ def _joined_kernel(
     TAIL: tl.constexpr,
     TAIL_TILES: tl.constexpr,
     WIDE: tl.constexpr,
-    FOLD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -228,8 +223,6 @@ def _joined_kernel(
                     scales_ptr=scales2_ptr, words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE,
                     FP16=DOWN_FP16, NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES,
                     counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, WIDE=WIDE,
-                    arrived_ptr=arrived_ptr, topk_weights_ptr=topk_weights_ptr, out_ptr=out_ptr, scale=scale,
-                    stride_out=stride_out, FOLD=TAIL_TILES if FOLD else 0,
                 )  # fmt: skip
 
 

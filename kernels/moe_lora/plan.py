@@ -12,8 +12,6 @@ the plan takes one launch without any exchange between programs, and is the same
 no plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both
 tables for `down`, with a block for each pair.
 
-Where `down` adds up its results itself, the plan also sets the counts for that (`combine.expect_experts`).
-
 MXFP8 weights are multiplied with fp16 activations: where x is bf16, the same launch normalises its rows.
 """
 
@@ -23,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from beam_moe.kernels.moe_lora.combine import expect_experts
 from beam_moe.kernels.moe_lora.pipeline import let_next_start, local_expert, wait_for_previous
 from beam_moe.kernels.mxfp8.decode_block import normalize_row
 
@@ -55,12 +52,6 @@ def _plan_kernel(
     H: tl.constexpr = 0,
     BLOCK_H: tl.constexpr = 0,  # 0: a plan and nothing else
     COUNTED: tl.constexpr = False,  # the 2 * MAX_BLOCKS + 1 counts of the joined launch are set to zero
-    arrived_ptr=None,  # (T, GROUPS)
-    out_ptr=None,  # (T, OUT_H)
-    stride_out=0,
-    OUT_H: tl.constexpr = 0,
-    GROUPS: tl.constexpr = 0,  # of columns that down counts; 0: it does not
-    TOP_K: tl.constexpr = 1,
 ):
     """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts.
 
@@ -97,13 +88,6 @@ def _plan_kernel(
             tl.store(block_experts_ptr + first + offs_e, -1, mask=first + offs_e < MAX_BLOCKS)
             if WIDE > 1:
                 tl.store(widths_ptr + first + offs_e, 0, mask=first + offs_e < MAX_BLOCKS)
-
-    if GROUPS > 0:
-        for token in range(program, P // TOP_K, tl.cdiv(E, EXPERTS_PER_PROGRAM)):
-            expect_experts(
-                arrived_ptr, out_ptr, topk_ids_ptr, expert_map_ptr, token, E_GLOBAL, E, stride_out,
-                OUT_H, GROUPS, TOP_K, HAS_MAP,
-            )  # fmt: skip
 
     for e in range(program * EXPERTS_PER_PROGRAM, tl.minimum((program + 1) * EXPERTS_PER_PROGRAM, E)):
         own = offs_e == e
@@ -147,16 +131,12 @@ def build_plan(
     x: torch.Tensor | None = None,
     xn: torch.Tensor | None = None,
     words: torch.Tensor | None = None,
-    arrived: torch.Tensor | None = None,
-    groups: int = 0,
-    out: torch.Tensor | None = None,
 ) -> None:
     """Launch the plan of ``topk_ids`` (T, K) into ``order``, ``block_experts`` and, with ``wide`` above 1, ``widths``,
     laid out as above; zero ``counts``.
 
     With ``x`` (T, H), of inner stride 1, further programs of the same launch write its rows' fp16 images to ``xn``
-    (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone. With
-    ``groups`` it sets ``arrived`` int32 (T, groups) and writes the rows of ``out`` (T, H) that no expert here adds to.
+    (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone.
     """
     pairs = topk_ids.numel()
     extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
@@ -168,10 +148,6 @@ def build_plan(
         num_warps = max(num_warps, min(16, block_h // 1024))
         extra |= {"x_ptr": x, "xn_ptr": xn, "words_ptr": words, "programs": programs}
         extra |= {"stride_xt": x.stride(0), "H": hidden, "BLOCK_H": block_h}
-    if groups:
-        assert out is not None
-        extra |= {"arrived_ptr": arrived, "out_ptr": out, "stride_out": out.stride(0), "OUT_H": out.shape[1]}
-        extra |= {"GROUPS": groups, "TOP_K": topk_ids.shape[1]}
     _plan_kernel[(programs + rows,)](
         topk_ids,
         topk_ids if expert_map is None else expert_map,

@@ -39,7 +39,6 @@ class Buffers(NamedTuple):
     xn: torch.Tensor  # x's fp16 image under MXFP8 weights
     words: torch.Tensor
     counts: torch.Tensor  # of parts done, see `joined`
-    arrived: torch.Tensor  # (T, groups), see `combine.fold`
 
 
 def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | None]]:
@@ -59,7 +58,6 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
         (shape.tokens * shape.hidden, torch.float16),
         (shape.tokens, torch.int32),
         (2 * blocks + 1 if config.lag else 0, torch.int32),
-        (shape.tokens * config.groups(shape.hidden), torch.int32),
     ]
 
 

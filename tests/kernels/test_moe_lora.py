@@ -465,34 +465,8 @@ def test_one_launch_for_the_products_has_the_bits_of_three(device, case, tiles, 
     for _ in range(2):  # the counts start from zero every time
         assert torch.equal(fused_moe(**args, config=dataclasses.replace(tiles, lag=lag)), apart)
     for tail in (1, 100) if lag == 3 else ():
-        narrow = dataclasses.replace(tiles, lag=lag, down_tiles=2, tail=tail, tail_tiles=1, fold=tail == 1)
+        narrow = dataclasses.replace(tiles, lag=lag, down_tiles=2, tail=tail, tail_tiles=1)
         assert torch.equal(fused_moe(**args, config=narrow), apart)
-
-
-@pytest.mark.parametrize("rows", ["plan", "search", "direct"])
-@pytest.mark.parametrize("case", _joined_cases())
-def test_down_adds_up_its_results_with_the_bits_of_combine(device, case, rows):
-    """Ids out of range and foreign experts, rows of none, a result whose rows lie apart."""
-    shape, changed = _joined_cases()[case]
-    args = layer(device, **{**shape, "tokens": min(shape["tokens"], 11 if rows == "direct" else 20)})
-    for name, value in changed.items():
-        args[name].fill_(value)
-    args["topk_ids"][0] = -1
-    args["topk_ids"][1, 0] = 99
-    args["expert_map"] = ints(1, 0, -1, 2, device=device)
-    args["routed_scaling"] = 1.5
-    config = dataclasses.replace(SMALL, rows=rows)
-    apart = check(args, config)
-    for lag, tiles in ((0, 1), (0, 3), (2, 2)):
-        if lag and rows != "plan":
-            continue
-        wider = torch.full((apart.shape[0], apart.shape[1] + 5), float("nan"), dtype=apart.dtype, device=device)
-        args["out"] = wider[:, : apart.shape[1]]
-        config = dataclasses.replace(SMALL, rows=rows, lag=lag, down_tiles=tiles, fold=True)
-        for _ in range(2):
-            args["out"].fill_(float("nan"))
-            assert torch.equal(fused_moe(**args, config=config), apart), config
-        assert wider[:, apart.shape[1] :].isnan().all()
 
 
 # rows of an expert: none, a block, two blocks, more than four blocks of 8, and the rest
@@ -518,9 +492,11 @@ def test_blocks_of_an_expert_taken_together_keep_their_bits(device, case, whole)
     config = dataclasses.replace(SMALL, block_m=8, down_whole=whole)
     check(args, config)
     apart = fused_moe(**args, config=config)
-    for wide, lag, fold in ((2, 0, False), (4, 0, True), (2, 2, False), (3, 5, True)):
-        together = dataclasses.replace(config, wide=wide, lag=lag, fold=fold)
-        assert torch.equal(fused_moe(**args, config=together), apart), together
+    for wide, lag in ((2, 0), (4, 0), (2, 2), (3, 5)):
+        assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, wide=wide, lag=lag)), apart), (
+            wide,
+            lag,
+        )
 
 
 def test_blocks_taken_together_need_a_plan_a_lag_of_as_many_and_dense_weights(device):
@@ -547,7 +523,7 @@ def test_one_launch_on_mxfp8_weights_has_the_bits_of_three(device, shared, prepa
         config = dataclasses.replace(SMALL, block_m=block_m, up_block_k=64, down_whole=whole)
         check(args, config)
         apart = fused_moe(**args, config=config)
-        for narrow in ({}, {"down_tiles": 2, "tail": 2, "tail_tiles": 1, "fold": True}):
+        for narrow in ({}, {"down_tiles": 2, "tail": 2, "tail_tiles": 1}):
             assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=2, **narrow)), apart)
 
 
@@ -610,8 +586,7 @@ def test_programs_of_one_launch_may_end_in_any_order_that_their_waits_allow(devi
         args["workspace"].buffer.fill_(255)
         order = AnyOrder(kernel, shuffle)
         monkeypatch.setattr(fused, "_joined_kernel", order)
-        for fold in (False, True):
-            assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=lag, fold=fold)), apart)
+        assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=lag)), apart)
         assert order.postponed or case == "nothing_routed"
 
 
@@ -625,7 +600,7 @@ def test_blocks_taken_together_wait_for_each_of_them(device, case, monkeypatch):
     args["workspace"].buffer.fill_(255)
     order = AnyOrder(fused._joined_kernel, True)
     monkeypatch.setattr(fused, "_joined_kernel", order)
-    assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, wide=3, lag=3, fold=True)), apart)
+    assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, wide=3, lag=3)), apart)
     assert order.postponed
 
 
