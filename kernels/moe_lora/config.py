@@ -159,7 +159,7 @@ class MoEConfig:
             stages = max(2, self.up_stages * self.up_block_k // other.up_block_k)  # of as much shared memory
             out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))
         if self.block_m < 16:
-            out = replace(out, block_m=16, registers=0)
+            out = replace(out, block_m=16, wide=1, registers=0)
         return out
 
     @property

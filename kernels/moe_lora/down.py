@@ -36,6 +36,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     wait_for_count,
     wait_for_previous,
     wide_rows,
+    zero_sums,
 )
 from beam_moe.kernels.mxfp8.decode_block import row_top, settled
 
@@ -220,9 +221,7 @@ def _dense_tiles(
             n = tile * BLOCK_N + offs_n
             mask_n = n < H
             w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
-            accs = ()
-            for i in tl.static_range(WIDE):
-                accs = accs + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+            accs = zero_sums(BLOCK_N, BLOCK_M, WIDE)
             for step in tl.static_range(STEPS):
                 if EVEN_K and EVEN_N:
                     w = tl.load(w_tile + step * BLOCK_K)
@@ -238,9 +237,7 @@ def _dense_tiles(
                 ADAPTED, RANK, TILES, MORE, WIDE, BLOCK_R, INTERPRETED,
             )  # fmt: skip
     else:
-        accs = ()
-        for i in tl.static_range(WIDE):
-            accs = accs + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+        accs = zero_sums(BLOCK_N, BLOCK_M, WIDE)
         for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
             tile = first_tile + step // STEPS
             k = (step % STEPS) * BLOCK_K
@@ -265,17 +262,14 @@ def _dense_tiles(
                     accs, n, mask_n, tile * BLOCK_N, rows, own, adapters,
                     ADAPTED, RANK, TILES, MORE, WIDE, BLOCK_R, INTERPRETED,
                 )  # fmt: skip
-                fresh = ()
-                for i in tl.static_range(WIDE):
-                    fresh = fresh + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
-                accs = fresh
+                accs = zero_sums(BLOCK_N, BLOCK_M, WIDE)
 
 
 @triton.jit
 def down_unit(
     first_tile, tiles, block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr, order_ptr,
-    block_experts_ptr, widths_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl,
-    stride_be, stride_bn, H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED_B: tl.constexpr,
+    block_experts_ptr, widths_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn,
+    stride_bl, stride_be, stride_bn, H: tl.constexpr, I: tl.constexpr, RANK: tl.constexpr, SHARED_B: tl.constexpr,
     TILES: tl.constexpr, TOP_K: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, WHOLE: tl.constexpr,
     DIRECT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se, stride_sn,

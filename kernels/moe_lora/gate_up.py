@@ -26,6 +26,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     live_rank,
     wait_for_previous,
     wide_rows,
+    zero_sums,
 )
 
 
@@ -35,16 +36,16 @@ def _rows_times_x(
     WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     MASK_ROWS: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """WIDE fp32 (BLOCK_N, BLOCK_M): weight rows at ``row_offsets`` times the x rows of WIDE blocks over k_first..k_last.
+    """fp32 (BLOCK_N, BLOCK_M) for each of WIDE blocks: weight rows times the block's x rows over k_first..k_last.
 
-    Each block has a product of its own, so that its bits are those of the block alone.
+    Each has a product of its own, so that its bits are those of the block alone.
     """
     offs_k = k_first + tl.arange(0, BLOCK_K)
     w_ptrs = w + row_offsets[:, None] + offs_k[None, :]
-    x_ptrs, accs = (), ()
+    x_ptrs = ()
     for i in tl.static_range(WIDE):
         x_ptrs = x_ptrs + (x_ptr + x_offsets[i][:, None] + offs_k[None, :],)
-        accs = accs + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+    accs = zero_sums(BLOCK_N, BLOCK_M, WIDE)
     for k in tl.range(k_first, k_last, BLOCK_K, num_stages=STAGES):
         mask_k = k + tl.arange(0, BLOCK_K) < H
         if EVEN_K and not MASK_ROWS:
@@ -116,8 +117,8 @@ def _weight_tile(
 @triton.jit
 def gate_up_unit(
     unit, block, x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr, topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr,
-    widths_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_a_offset, stride_xt, stride_we, stride_wn,
-    stride_al, stride_ae, stride_ar, H: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
+    widths_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, up_a_offset, stride_xt, stride_we,
+    stride_wn, stride_al, stride_ae, stride_ar, H: tl.constexpr, N: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr,
     TOP_K: tl.constexpr, SPLITS: tl.constexpr, SHARED_A: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
     W_TMA: tl.constexpr, xn_ptr, x_words_ptr, scales_ptr, words_ptr, stride_se, stride_sn, BASE: tl.constexpr,
@@ -276,8 +277,9 @@ def _gate_up_kernel(
     gate_up_unit(
         tl.program_id(0), tl.program_id(1), x_ptr=x_ptr, w13_ptr=w13_ptr, a_ptr=a_ptr, gu_ptr=gu_ptr, t_ptr=t_ptr,
         topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
-        block_experts_ptr=block_experts_ptr, widths_ptr=widths_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr,
-        T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_a_offset=up_a_offset, stride_xt=stride_xt, stride_we=stride_we,
+        block_experts_ptr=block_experts_ptr, widths_ptr=widths_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr,
+        enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, up_a_offset=up_a_offset,
+        stride_xt=stride_xt, stride_we=stride_we,
         stride_wn=stride_wn, stride_al=stride_al, stride_ae=stride_ae, stride_ar=stride_ar, H=H, N=N, RANK=RANK, NA=NA,
         TOP_K=TOP_K, SPLITS=SPLITS, SHARED_A=SHARED_A, HAS_MAP=HAS_MAP, BLOCK_P=BLOCK_P, BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, INTERPRETED=INTERPRETED, W_TMA=W_TMA, xn_ptr=xn_ptr, x_words_ptr=x_words_ptr,

@@ -11,7 +11,8 @@ program id growing from left to right and from top to bottom:
     ...
 
 Weights of both products are read side by side, and only the last ``2 * L`` blocks (``L`` is the lag) run without the
-first product. A part waits for the count of those it depends on. They have smaller program ids, so they have been
+first product. With `MoEConfig.wide` the parts of gate_up and down of an expert's first block also take its next ones,
+whose own are empty. A part waits for the count of those it depends on. They have smaller program ids, so they have been
 started and end whatever the others do, as long as programs are started in the order of their ids; that is what NVIDIA
 GPUs do, and what the locks of split products in other libraries rest on. ``BEAM_MOE_JOIN=0`` does without. The plan
 sets the counts to zero.
@@ -214,9 +215,8 @@ def _joined_kernel(
                     down_part * TAIL_TILES, tiles, block, h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr,
                     y_ptr=y_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
                     block_experts_ptr=block_experts_ptr, widths_ptr=widths_ptr, lora_ids_ptr=lora_ids_ptr,
-                    ranks_ptr=ranks_ptr,
-                    enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_w2e,
-                    stride_wn=stride_w2n, stride_bl=stride_b2l, stride_be=stride_b2e, stride_bn=stride_b2n, H=H, I=I,
+                    ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS,
+                    stride_we=stride_w2e, stride_wn=stride_w2n, stride_bl=stride_b2l, stride_be=stride_b2e, stride_bn=stride_b2n, H=H, I=I,
                     RANK=RANK, SHARED_B=SHARED_B, TILES=ACT_PARTS, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP,
                     WHOLE=DOWN_WHOLE, DIRECT=False, EVEN_N=H % (DOWN_N * DOWN_TILES) == 0, BLOCK_M=BLOCK_M,
                     BLOCK_N=DOWN_N, BLOCK_K=DOWN_K, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL,

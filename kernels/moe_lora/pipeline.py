@@ -106,6 +106,15 @@ def dot_fp32(a, b, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def zero_sums(BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr):
+    """A sum (BLOCK_N, BLOCK_M) for each of WIDE blocks."""
+    sums = ()
+    for _ in tl.static_range(WIDE):
+        sums = sums + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
+    return sums
+
+
+@triton.jit
 def local_expert(topk_ids_ptr, expert_map_ptr, pair, mask, E_GLOBAL, E, HAS_MAP: tl.constexpr):
     """The local expert of each routed pair, or -1 where its id is out of range, foreign to this rank, or masked."""
     expert = tl.load(topk_ids_ptr + pair, mask=mask, other=-1)
