@@ -63,7 +63,7 @@ def activate_unit(
     INTERPRETED: tl.constexpr, PDL: tl.constexpr, counts_ptr, wanted, wanted_shared, MAX_BLOCKS,
     JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``tile`` of a block, once the programs before it are through; JOINED: those of its block, and it counts up."""
+    """Tile ``tile`` of a block, once the programs before it are through (JOINED: those of its block; it counts up)."""
     expert, pair, mask_m = block_rows(
         topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
         BLOCK_M, BLOCK_P, HAS_MAP,
