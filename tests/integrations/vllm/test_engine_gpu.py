@@ -6,6 +6,7 @@ that the collected tests name in their ``needs``. Their output goes to ``BEAM_MO
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import threading
@@ -131,19 +132,20 @@ def assert_adapter_rows_only(result: dict, bound: float) -> None:
 
     vLLM's own kernels promise no such thing: FP8 quantises activations with what else is in the batch, and Marlin's
     order of sums for NVFP4 depends on it, so bare rows move a little. There each must keep its first token, at a
-    log-probability within ``bound``; later ones may follow another token that was close.
+    log-probability within ``bound`` and nearer than any row with an adapter; later ones may follow another token that
+    was close.
     """
     bare, mixed = result["bare"], result["mixed"]
-    near = [a[0][0] == b[0][0] and abs(a[1][0] - b[1][0]) < bound for a, b in zip(bare, mixed, strict=True)]
-    first = [(a[0][0], a[1][0], b[0][0], b[1][0]) for a, b in zip(bare, mixed)]
-    assert near == [True] * 4 + [False] * 4, first
+    first = [(a[0][0], a[1][0], b[0][0], b[1][0]) for a, b in zip(bare, mixed, strict=True)]
+    moved = [abs(p - q) if token == other else math.inf for token, p, other, q in first]
+    assert max(moved[:4]) < min(bound, *moved[4:]), first
     if {r["experts"] for r in result["report"]["layers"]} <= OURS:
         assert mixed[:4] == bare[:4]
 
 
 def bound_of(fmt: str) -> float:
-    """Of a first token's log-probability: several times what the H200 showed (0.04 for FP8, 0.0007 for NVFP4)."""
-    return 0.02 if "nvfp4" in fmt else 0.15
+    """Of a first token's log-probability: twice what the H200 showed (0.19 for FP8 of one scale a tensor, 0.0007 for NVFP4)."""
+    return 0.02 if "nvfp4" in fmt else 0.4
 
 
 @pytest.mark.parametrize(
