@@ -14,14 +14,14 @@ sampling and scheduling included, over the layers; ``host_stolen_s`` is what oth
     python bench/vllm_decode.py --only "beam/bf16/ours/none,per-expert;beam/bf16/stock/none,per-expert"
     python bench/vllm_decode.py --cell --kernels ours --adapters none,per-expert --base bf16 --arch beam
     python bench/vllm_decode.py --full --tp 8                       # Beam at its full size; also --pp 2 --tp 4
-    python bench/vllm_decode.py --full --tp 2 --layers 8            # a cut depth for fewer GPUs
+    python bench/vllm_decode.py --full --tp 2 --layers 6 --together 2   # a cut depth for fewer GPUs
     python bench/vllm_decode.py --full --tp 8 --plan                # its memory per rank, no GPU needed
     python bench/vllm_decode.py --of-tp 2 --layers 4 --bases mxfp8 --ranks 16,32   # one rank's share of TP 2, alone
     python bench/vllm_decode.py --report                            # the tables of what has been measured
 
 ``--full`` serves whole layers of Beam-1.0 (256 experts of 2560 columns, 48 heads, the whole vocabulary, its share of
 dense layers) over ``tp * pp`` GPUs, MXFP8 by default, random weights made on the GPUs. Every rank's memory is computed
-and printed first, and a cell that would not fit is refused. Under pipeline parallelism requests are admitted in as many
+and printed first, and a cell that would not fit (``--together``: in its part of the memory) is refused. Under pipeline parallelism requests are admitted in as many
 parts as there are stages, so that each stage has a micro-batch. Its rows add step_ms, tokens_per_s_per_gpu,
 all_reduce_us (one all-reduce of a micro-batch, measured alone; a layer has two), predicted_step_ms (us_per_layer of a
 single rank's share at the micro-batch, times the layers: no communication, dense layers counted as sparse) and gap
@@ -342,7 +342,8 @@ def memory_options(opts: argparse.Namespace) -> dict:
     ``gpu_memory_utilization`` is then only the share that must be free when the engine starts.
     """
     if opts.arch == "beam-full":
-        return {"gpu_memory_utilization": FULL_USE}
+        fixed = {"kv_cache_memory_bytes": kv_bytes(opts)} if opts.together > 1 else {}
+        return {"gpu_memory_utilization": FULL_USE / opts.together} | fixed
     return {"gpu_memory_utilization": USE / opts.together, "kv_cache_memory_bytes": kv_bytes(opts)}
 
 
@@ -634,7 +635,7 @@ def fits(opts: argparse.Namespace, cell: dict) -> bool:
             requests=max(64, *map(int, opts.batches.split(","))), batch_tokens=FULL_TOKENS,
         )  # fmt: skip
         print(f"{name}, {opts.layers} layers", *(line for p in plans for line in p.lines()), sep="\n", flush=True)
-        refuse(plans, int(FULL_USE * gpu_bytes(opts)), name)
+        refuse(plans, int(FULL_USE * gpu_bytes(opts)) // opts.together, name)
     except ValueError as error:
         print(f"REFUSED {error}", flush=True)
         return False
@@ -954,8 +955,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if opts.plan and not opts.full:
         parser.error("--plan goes with --full")
     full = opts.full or opts.arch == "beam-full"
-    if full and opts.together > 1:
-        parser.error("--together goes without --full: a full-size engine takes the whole of its GPUs")
     if opts.ladder and not opts.rows:
         parser.error("--ladder goes with --rows")
     opts.bases = opts.bases or ("mxfp8" if full else "bf16")
