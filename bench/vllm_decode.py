@@ -21,11 +21,11 @@ sampling and scheduling included, over the layers; ``host_stolen_s`` is what oth
 
 ``--full`` serves whole layers of Beam-1.0 (256 experts of 2560 columns, 48 heads, the whole vocabulary, its share of
 dense layers) over ``tp * pp`` GPUs, MXFP8 by default, random weights made on the GPUs. Every rank's memory is computed
-and printed first, and a cell that would not fit (``--together``: in its part of the memory) is refused. Under pipeline parallelism requests are admitted in as many
-parts as there are stages, so that each stage has a micro-batch. Its rows add step_ms, tokens_per_s_per_gpu,
-all_reduce_us (one all-reduce of a micro-batch, measured alone; a layer has two), predicted_step_ms (us_per_layer of a
-single rank's share at the micro-batch, times the layers: no communication, dense layers counted as sparse) and gap
-(step_ms less predicted_step_ms).
+and printed first, and a cell that would not fit (``--together``: in its part of the memory) is refused. Under pipeline
+parallelism requests are admitted in as many parts as there are stages, so that each stage has a micro-batch. Its rows
+add step_ms, tokens_per_s_per_gpu, all_reduce_us (one all-reduce of a micro-batch, measured alone; a layer has two),
+predicted_step_ms (us_per_layer of a single rank's share at the micro-batch, times the layers: no communication, dense
+layers counted as sparse) and gap (step_ms less predicted_step_ms).
 
 ``--together N`` runs the ladder in waves, for an engine takes longer to start than to be measured, and one that starts
 lengthens the steps of another on the same host: N engines start at once on each set of tp * pp GPUs, then wait, and

@@ -144,7 +144,7 @@ def assert_adapter_rows_only(result: dict, bound: float) -> None:
 
 
 def bound_of(fmt: str) -> float:
-    """Of a first token's log-probability: twice what the H200 showed (0.19 for FP8 of one scale a tensor, 0.0007 for NVFP4)."""
+    """Of a first token's log-probability: twice and more what the H200 showed (0.19 for FP8, 0.0007 for NVFP4)."""
     return 0.02 if "nvfp4" in fmt else 0.4
 
 
