@@ -757,6 +757,15 @@ def see_off(process: subprocess.Popen, patience: float) -> None:
     process.poll()  # not wait: a process that the driver does not let go must not hold the others
 
 
+def why(log: str, around: int = 3000) -> str:
+    """The end of a failed cell's log and, before it, where the first traceback stands: a worker's, often far above."""
+    first, end = log.find("Traceback (most recent call last)"), max(0, len(log) - around)
+    if first < 0 or first >= end:
+        return log[end:]
+    first = max(0, first - around // 10)
+    return log[first : min(first + around, end)] + "\n[...]\n" + log[end:]
+
+
 def run_ladder(opts: argparse.Namespace) -> int:
     """Run the cells as processes over the visible GPUs, merge the rows of each as it ends, print the tables."""
     waiting, failed = cells(opts), []
@@ -811,7 +820,7 @@ def run_ladder(opts: argparse.Namespace) -> int:
                 state = f"FAILED ({r.process.returncode})"
             print(f"{r.name}: {state}, {len(rows_found)} rows, {time.monotonic() - r.begun:.0f} s", flush=True)
             if r.process.returncode != 0:
-                print((logs / f"{r.name}.log").read_text()[-3000:], f"--- end of {r.name}", sep="\n", flush=True)
+                print(why((logs / f"{r.name}.log").read_text()), f"--- end of {r.name}", sep="\n", flush=True)
         give_turns(running, opts.one_at_a_time, opts.hold)
         time.sleep(0.5)
     report(merge([]))
