@@ -89,7 +89,7 @@ def plot_launches(rows: list[dict], folder: Path) -> None:
         here = [r for r in chosen if parts in r]
         x = range(len(here))
         bottom = [0.0] * len(here)
-        kernels = list(dict.fromkeys(kernel for r in here for kernel in r[parts]))
+        kernels = list(dict.fromkeys(kernel for r in reversed(here) for kernel in r[parts]))  # the plan lowest
         for i, kernel in enumerate(kernels):
             heights = [r[parts].get(kernel, 0.0) for r in here]
             axes.bar(x, heights, bottom=bottom, color=plt.get_cmap("tab20")(i % 20), label=short(kernel))
@@ -97,6 +97,7 @@ def plot_launches(rows: list[dict], folder: Path) -> None:
         axes.plot(x, [r[total] for r in here], "k_", markersize=14, label="the layer")
         axes.set_xticks(list(x), [str(r["tokens"]) for r in here])
         axes.set(xlabel="tokens", title=f"{name}, {LABELS['per_expert_r32']}")
+        axes.set_ylim(0, 1.05 * max(bottom))
         axes.legend(fontsize=6)
     grid[0][0].set_ylabel("us")
     finish(figure, folder / "moe_decode_launches.png")

@@ -98,6 +98,27 @@ def variants() -> str:
     return table(columns, lines, rows)
 
 
+def routings() -> str:
+    """Skewed routing by tokens: ours beside vLLM, without adapters and with per-expert ones."""
+    found = {
+        (row["routing"], row["layout"], row["tokens"]): row
+        for routing in ("zipf", "hot8")
+        for row in rows_of("moe_decode", model="beam-1.0", tp=8, base="bf16", routing=routing)
+        if row["layout"] in ("none", "per_expert_r32")
+    }
+    if not found:
+        return NONE
+    pairs = [(r, a) for r in ("zipf", "hot8") for a in ("none", "per_expert_r32")]
+    columns = ["tokens"]
+    for routing, layout in pairs:
+        columns += [f"{routing}, {'no adapter' if layout == 'none' else 'per-expert r 32'}, us", "vLLM, us"]
+    lines = []
+    for tokens in sorted({tokens for *_, tokens in found}):
+        here = [found.get((*pair, tokens), {}) for pair in pairs]
+        lines.append([str(tokens), *(us(row.get(key)) for row in here for key in ("us", "peer_us"))])
+    return table(columns, lines, list(found.values()))
+
+
 def prefill() -> str:
     rows = rows_of("moe_decode", tokens=4096, routing="uniform")
     if not rows:
@@ -158,6 +179,33 @@ def engine_mxfp8() -> str:
             line.append("-" if here[3].get(key) is None else f"x{here[3][key]:.2f}")
         lines.append(line)
     return table(columns, lines, rows)
+
+
+def engine_full() -> str:
+    """Full-size layers over several GPUs: milliseconds a step of all of them, communication included."""
+    rows = rows_of("vllm_decode", arch="beam-full")
+    found = {
+        (row["tp"], row["pp"], row["layers"], row["base"], row["batch"], row["kernels"], row["adapters"]): row
+        for row in rows
+        if row["rank"] in (0, 32)
+    }
+    if not found:
+        return NONE
+    columns = ["TP x PP, layers", "requests", "stock, no adapter, ms", "stock, per-expert, ms"]
+    columns += ["ours, no adapter, ms", "ours, per-expert, ms", "per-expert over stock", "tokens/s/GPU"]
+    columns += ["a single rank's prediction, ms", "one all-reduce, us"]
+    lines = []
+    for key in sorted({key[:5] for key in found}, key=lambda k: (*k[:4], -k[4])):
+        here = [found.get((*key, k, a), {}) for k in ("stock", "ours") for a in ("none", "per-expert")]
+        times = [row.get("step_ms") for row in here]
+        line = [f"{key[0]} x {key[1]}, {key[2]}", str(key[4]), *("-" if t is None else f"{t:.2f}" for t in times)]
+        line.append(f"x{times[1] / times[3]:.2f}" if times[1] and times[3] else "-")
+        last = here[3]
+        line += [f"{last[name]:.0f}" if last.get(name) else "-" for name in ("tokens_per_s_per_gpu",)]
+        line.append(f"{last['predicted_step_ms']:.2f}" if last.get("predicted_step_ms") else "-")
+        line.append(us(last.get("all_reduce_us")))
+        lines.append(line)
+    return table(columns, lines, list(found.values()))
 
 
 def mxfp8(bench: str, *cases: str, reads: bool = False) -> str:
@@ -250,6 +298,7 @@ SQUARE = "8192x8192/bfloat16"
 TABLES: dict[str, Callable[[], str]] = {
     "vllm_decode": engine,
     "vllm_decode_mxfp8": engine_mxfp8,
+    "vllm_decode_full": engine_full,
     "router": router,
     "vllm_parity": parity,
     "megatron_layer": training_layer,
@@ -280,7 +329,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "moe_decode_beam": lambda: decode("beam-1.0", 8, "bf16"),
     "moe_decode_beam_mxfp8": lambda: decode("beam-1.0", 8, "mxfp8"),
     "moe_decode_qwen3": lambda: decode("qwen3-30b-a3b", 1, "bf16"),
+    "moe_decode_beam_tp4": lambda: decode("beam-1.0", 4, "bf16"),
     "moe_decode_variants": variants,
+    "moe_decode_routings": routings,
     "moe_prefill": prefill,
 }
 
