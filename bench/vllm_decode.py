@@ -47,6 +47,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -705,6 +706,7 @@ def start_cell(opts: argparse.Namespace, cell: dict, gpus: list[str], logs: Path
     cache = opts.work / name / "cache" if turns else opts.work / "cache"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "VLLM_CACHE_ROOT": str(cache)}
     env["VLLM_PORT"] = str(port)
+    env["PYTHONFAULTHANDLER"] = "1"  # a worker that dies outside Python says where, in the cell's log
     with open(logs / f"{name}.log", "w") as log:
         # outside the checkout: vLLM's own subprocesses would import its folders by their bare names
         process = subprocess.Popen(
@@ -757,13 +759,21 @@ def see_off(process: subprocess.Popen, patience: float) -> None:
     process.poll()  # not wait: a process that the driver does not let go must not hold the others
 
 
+FAULT = re.compile(
+    r"^(?!.*\b(?:DEBUG|INFO|WARNING) \d\d-\d\d ).*"  # what vLLM can do without it logs as a warning, traceback and all
+    r"(?:Traceback \(most recent call last\)|Fatal Python error|terminate called|died unexpectedly|hit an exception)",
+    re.MULTILINE,
+)
+
+
 def why(log: str, around: int = 3000) -> str:
-    """The end of a failed cell's log and, before it, where the first traceback stands: a worker's, often far above."""
-    first, end = log.find("Traceback (most recent call last)"), max(0, len(log) - around)
-    if first < 0 or first >= end:
+    """The end of a failed cell's log and, before it, where the first fault stands: a worker's, often far above."""
+    log = "\n".join(line[:400] for line in log.splitlines())  # vLLM dumps a whole batch in one line
+    first, end = FAULT.search(log), max(0, len(log) - around)
+    if first is None or first.start() >= end:
         return log[end:]
-    first = max(0, first - around // 10)
-    return log[first : min(first + around, end)] + "\n[...]\n" + log[end:]
+    begin = max(0, first.start() - around // 10)
+    return log[begin : min(begin + around, end)] + "\n[...]\n" + log[end:]
 
 
 def run_ladder(opts: argparse.Namespace) -> int:

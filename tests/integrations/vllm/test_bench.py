@@ -397,6 +397,26 @@ def test_cells_that_die_or_hang_hold_up_no_wave(ladder, tmp_path):
     assert "its turn, after a wait of" in log
 
 
+def test_a_failed_cell_tells_the_workers_fault(bench):
+    """Not vLLM's warnings with a traceback, which every cell has, and not a batch's dump in the place of all else."""
+    warning = "(MainProcess pid=1) WARNING 11-30 21:52:39 [base.py:383] "
+    start = f"{warning}Chat template warmup failed\n{warning}Traceback (most recent call last):\n" + "started\n" * 900
+    end = "ERROR [dump_input.py:79] " + "NewRequestData " * 900 + "\n" + "in between\n" * 900
+    end += "Traceback (most recent call last):\nRuntimeError: cancelled\n"
+    worker = "(Worker_PP0 pid=2) ERROR 11-30 21:53:00 [multiproc_executor.py:1183] "
+    for fault in (
+        "Fatal Python error: Aborted",
+        "terminate called after throwing an instance of 'c10::DistBackendError'",
+        "(MainProcess pid=1) ERROR 11-30 21:53:00 [multiproc_executor.py:350] Worker proc died unexpectedly",
+        f"{worker}WorkerProc hit an exception.",
+        f"{worker}Traceback (most recent call last):",
+    ):
+        told = bench.why(start + fault + "\n" + end)
+        assert fault in told and told.rstrip().endswith("RuntimeError: cancelled") and "warmup" not in told
+        assert len(told) < 6500 and "in between" in told
+    assert bench.why(start + "its end") == (start + "its end")[-3000:]
+
+
 def test_cell_leaves_when_its_ladder_has_gone(tmp_path):
     """A waiting engine holds a GPU: it must not wait for a turn that nobody gives."""
     cell = (
@@ -420,7 +440,6 @@ def test_cell_leaves_when_its_ladder_has_gone(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--full", "--tp", "8", "--together", "2"), "--together goes without --full"),
         (("--together", "0"), "--together must be at least 1"),
         (("--cell", "--ladder", "1"), "--ladder goes with --rows"),
     ],
