@@ -26,9 +26,9 @@ class MoEConfig:
     # routed rows of a block; for 8 Triton takes mma.sync, for more wgmma: the former holds weights in registers, where
     # MXFP8 codes come from shared memory four and more at a time
     block_m: int = 16
-    # blocks of one expert, where it has as many, for which a program of gate_up and down reads its weights once: each
-    # has a product of its own, and its bits do not depend on this; needs "plan", dense weights and, in one launch, a
-    # lag of as many
+    # up to how many blocks of one expert a program of gate_up and down takes together, reading W13 or W2 once for them
+    # (adapters stay apart): each has a product of its own, and its bits do not depend on this; needs "plan", dense
+    # weights and, in one launch, a lag of at least as many
     wide: int = 1
     # how a block finds its rows: by the "plan"; by a "search" through all pairs, which pays while they are few; or
     # "direct", one pair a block, while hardly two tokens share an expert
@@ -143,7 +143,7 @@ class MoEConfig:
         for fields, choices in GROUPS[base]:
             for values in choices:
                 neighbour = replace(self, **dict(zip(fields, values, strict=True)))
-                if neighbour != self and neighbour.joins:
+                if neighbour != self and neighbour.fits(base):
                     yield neighbour
 
     def summing_as(self, other: MoEConfig, *, base: str = "dense") -> MoEConfig:
@@ -173,13 +173,19 @@ class MoEConfig:
         narrow = self.tail_tiles == 0 or (self.tail_tiles > 0 and self.down_tiles % self.tail_tiles == 0)
         whole = self.tail >= 0 and narrow
         # activate of the last of ``wide`` blocks stands ``lag`` after it, down of all ``2 * lag`` after the first
-        fits = self.wide == 1 or (self.wide > 1 and self.rows == "plan" and (self.lag == 0 or self.lag >= self.wide))
-        return fits and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
+        ahead = self.lag == 0 or self.lag >= self.wide
+        together = self.wide == 1 or (self.wide > 1 and self.rows == "plan" and ahead)
+        return together and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
+
+    def fits(self, base: str) -> bool:
+        """Whether the launch form fits weights of this kind too: those in MXFP8 are read for a block at a time."""
+        return self.joins and (self.wide == 1 or base == "dense")
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need.
 
-        An expert of n rows has at most ``1 + (n - 1) / block_m`` of them.
+        An expert of n rows has ``1 + (n - 1) // block_m`` of them: most come of a pair on each expert and whole blocks
+        of the rest.
         """
         if self.rows != "plan":
             return pairs
@@ -233,7 +239,22 @@ _DENSE: _Groups = (
     ),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),
     (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
-    (("block_m", "wide"), ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1), (64, 1), (128, 1))),
+    (
+        ("block_m", "wide", "registers"),  # sums of several blocks take registers, which programs run short of
+        (
+            (8, 1, 0),
+            (8, 2, 0),
+            (8, 2, 128),
+            (8, 4, 0),
+            (8, 4, 128),
+            (16, 1, 0),
+            (16, 2, 0),
+            (16, 2, 128),
+            (32, 1, 0),
+            (64, 1, 0),
+            (128, 1, 0),
+        ),
+    ),
 )
 _MXFP8: _Groups = (
     (("lag", "splits"), ((0, 1), (0, 2), (4, 2), (8, 2), (16, 1), (32, 1), (16, 2))),
@@ -270,7 +291,7 @@ def _pick(
         tuned = tuning.lookup(name, OPS[base], tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
         if tuned is not None:
             config = MoEConfig(**tuned)
-            if not config.joins:
+            if not config.fits(base):
                 raise ValueError(
                     f"MoEConfig.pick: the table of {name} for {OPS[base]} holds a launch that does not fit: {config}"
                 )

@@ -279,7 +279,7 @@ def down_unit(
     """Some tiles of a block of pairs, once the programs before (JOINED: those of the block) are through.
 
     EVEN_N: none of them reaches beyond H. With WIDE above 1 the first of up to WIDE blocks of one expert stands for all
-    (``widths``).
+    (``widths``), the others have nothing to do.
     """
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
     WIDE_STAGES: tl.constexpr = STAGES - 1 if STAGES > 2 else STAGES  # in as much shared memory

@@ -7,9 +7,10 @@
     t    (SPLITS, P|T, NA*R) fp32      the same for the adapters; one row a token where A is shared over experts
 
 Weights stand on the long side of the matrix instruction (64 rows or more) and routed rows on its short one, so that
-few rows waste nothing of it. Every weight is read once by each block of at most ``BLOCK_M`` rows. H is cut into
-``SPLITS`` fixed shares, which keeps all processors busy to the end; `activate` adds the planes in their order, so a
-result depends neither on timing nor on the other rows of the batch.
+few rows waste nothing of it. Every weight is read once for each block of at most ``BLOCK_M`` rows, or for up to
+``WIDE`` blocks of an expert (`MoEConfig.wide`), and every factor of an adapter for each block. H is cut into ``SPLITS``
+fixed shares, which keeps all processors busy to the end; `activate` adds the planes in their order, so a result
+depends neither on timing nor on the other rows of the batch.
 
 W13 in MXFP8 is decoded in registers on the way (`mxfp8`); A stays as it is.
 """
@@ -127,8 +128,8 @@ def gate_up_unit(
 ):  # fmt: skip
     """Tile and share ``unit`` of a block; blocks of tokens come before those of pairs where experts share A.
 
-    Returns for how many blocks from this one on it is done: 0 where no pair fell in the block or where an earlier
-    block's program takes its rows too (``widths``).
+    Returns for how many blocks from this one on it is done: 0 where no pair fell in the block or, of a tile of W13,
+    where an earlier block's program takes its rows too (``widths``); tiles of A are each block's own.
     """
     W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
