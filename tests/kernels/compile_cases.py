@@ -192,6 +192,9 @@ def moe_lora():
         layer(16, *beam, config=config)
         layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), config=config)
         layer(16, *beam, lora=bank(4, 256, 32, 5120, 320, shared=True), emap=True, config=config)
+    for config in (replace(joined, block_m=8, wide=4, lag=0), replace(joined, block_m=8, wide=2, down_whole=True)):
+        layer(16, *beam, config=config)
+        layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), config=config)
     on_codes = replace(MoEConfig.mxfp8_heuristic(16, 8, 256, 5120, 320), lag=8, block_m=8, registers=128)
     layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), base=base, config=on_codes)
     layer(16, 7, 3, 200, 72, lora=bank(2, 7, 5, 200, 72, dtype=torch.float16), dtype=torch.float16)

@@ -4,6 +4,7 @@ such layers have met. On the CPU in Triton's interpreter; a GPU adds graphs, lar
 
 import dataclasses
 import functools
+import json
 import os
 import random
 import shutil
@@ -469,34 +470,34 @@ def test_one_launch_for_the_products_has_the_bits_of_three(device, case, tiles, 
         assert torch.equal(fused_moe(**args, config=narrow), apart)
 
 
-# rows of an expert: none, a block, two blocks, more than four blocks of 8, and the rest
-CROWDED = [0] * 7 + [1] * 12 + [3] * 41 + [2] * 3 + [-1] * 2
+# blocks of 8 rows of an expert: one, two, four, none; and a row without one
+CROWDED = [0] * 3 + [1] * 10 + [2] * 26 + [-1]
 WIDE_CASES = {
     "bare": {},
-    "adapters": {"rank": 8},
-    "two_slots": {"rank": 40, "slots": 2},
-    "shared": {"rank": 8, "shared": True},
+    "adapters": {"rank": 8, "slots": 1},
+    "two_slots": {"rank": 24, "slots": 2, "one_a": True},
+    "shared": {"rank": 8, "slots": 1, "shared": True},
 }
 
 
 def crowded(device, case):
-    args = layer(device, tokens=len(CROWDED), top_k=1, experts=5, **WIDE_CASES[case])
+    args = layer(device, tokens=len(CROWDED), top_k=1, experts=4, hidden=40, **WIDE_CASES[case])
     args["topk_ids"] = ints(*CROWDED, device=device)[:, None]
     return args
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["steps", "whole"])
-@pytest.mark.parametrize("case", WIDE_CASES)
-def test_blocks_of_an_expert_taken_together_keep_their_bits(device, case, whole):
+@pytest.mark.parametrize(
+    ("case", "whole", "splits"),
+    [("bare", False, 2), ("adapters", True, 1), ("two_slots", False, 1), ("shared", True, 2)],
+)
+def test_blocks_of_an_expert_taken_together_keep_their_bits(device, case, whole, splits):
+    """In launches of their own and in one; there down of the last blocks in narrower parts too."""
     args = crowded(device, case)
-    config = dataclasses.replace(SMALL, block_m=8, down_whole=whole)
-    check(args, config)
-    apart = fused_moe(**args, config=config)
-    for wide, lag in ((2, 0), (4, 0), (2, 2), (3, 5)):
-        assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, wide=wide, lag=lag)), apart), (
-            wide,
-            lag,
-        )
+    config = dataclasses.replace(SMALL, block_m=8, splits=splits, down_whole=whole, down_block_n=32, down_tiles=2)
+    apart = check(args, config)
+    for wide, lag in ((3, 0), (2, 2)):
+        together = dataclasses.replace(config, wide=wide, lag=lag, tail=3, tail_tiles=1)
+        assert torch.equal(fused_moe(**args, config=together), apart), (wide, lag)
 
 
 def test_blocks_taken_together_need_a_plan_a_lag_of_as_many_and_dense_weights(device):
@@ -626,8 +627,21 @@ def test_a_table_cannot_hold_a_launch_that_does_not_fit(monkeypatch):
         with tuning.override("moe_lora", dataclasses.asdict(dataclasses.replace(SMALL, **wrong))):
             with pytest.raises(ValueError, match="MoEConfig.pick: the table of NVIDIA H200 for moe_lora holds"):
                 pick("cuda", 0, 3, 2, 4, 48, 24, "dense")
+    with tuning.override("moe_lora_mxfp8", dataclasses.asdict(dataclasses.replace(SMALL, wide=2))):
+        with pytest.raises(ValueError, match="MoEConfig.pick: the table of NVIDIA H200 for moe_lora_mxfp8 holds"):
+            pick("cuda", 0, 3, 2, 4, 48, 24, "mxfp8")
     with tuning.override("moe_lora", {"splits": 3}):  # a table written before a field was there
         assert pick("cuda", 0, 3, 2, 4, 48, 24, "dense") == MoEConfig(splits=3)
+
+
+@pytest.mark.parametrize("base", ["dense", "mxfp8"])
+def test_the_tuner_can_find_the_rows_and_registers_that_its_tables_hold(base):
+    start = MoEConfig()
+    tried = {(c.block_m, c.wide, c.registers) for c in (start, *start.candidates(base))}
+    for path in tuning.CONFIGS.glob(f"*/{config_module.OPS[base]}.json"):
+        for entry in json.loads(path.read_text())["entries"]:
+            config = MoEConfig(**entry["config"])
+            assert config.fits(base) and (config.block_m, config.wide, config.registers) in tried, entry
 
 
 @pytest.mark.parametrize("base", ["dense", "mxfp8"])
