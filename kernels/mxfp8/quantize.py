@@ -11,13 +11,13 @@ kernels are bound by memory; the floor is bytes read and written over copy bandw
 """
 
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from beam_moe import env
 from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device, require_distinct
 from beam_moe.kernels.mxfp8.format import (
     BLOCK,
@@ -40,7 +40,10 @@ TRAINS = "mxfp8.linear and mxfp8.grouped_linear train"
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Launch shape: one program handles ``block_m`` rows by ``block_n`` columns (multiples of 32, powers of two)."""
+    """Launch shape: one program handles ``block_m`` rows by ``block_n`` columns.
+
+    All are powers of two; ``block_n``, and ``block_m`` where blocks run along columns, are 32 at least.
+    """
 
     block_m: int
     block_n: int
@@ -495,20 +498,23 @@ def _matrices(op: str, name: str, t: torch.Tensor) -> torch.Tensor:
         ) from None
 
 
-def _check_input(op: str, name: str, t: torch.Tensor, config: QuantizeConfig | None) -> None:
+def _check_input(op: str, name: str, t: torch.Tensor) -> None:
     _require_tensor(op, **{name: t})
     _require(t.dtype in INPUT_DTYPES, f"{op}: {name} must be bf16, fp16 or fp32, got {t.dtype}")
     _require(t.ndim >= 2, f"{op}: {name} must have at least two dimensions, got shape {tuple(t.shape)}")
     require_device(op, name, t)
     refuse_gradient(op, TRAINS, **{name: t})
-    _check_config(op, config)
 
 
-def _check_config(op: str, config: QuantizeConfig | None) -> None:
-    _require(
-        config is None or isinstance(config, QuantizeConfig),
-        f"{op}: config must be a QuantizeConfig, got {type(config).__name__}",
-    )
+def _check_config(op: str, config: QuantizeConfig | None, columns: bool = False) -> None:
+    """What a caller's configuration must be for a kernel to compile; ``columns``: some blocks run along columns."""
+    if config is None:
+        return
+    _require(isinstance(config, QuantizeConfig), f"{op}: config must be a QuantizeConfig, got {type(config).__name__}")
+    for name, least in (("block_m", BLOCK if columns else 1), ("block_n", BLOCK), ("num_warps", 1)):
+        value = getattr(config, name)
+        fits = isinstance(value, int) and value >= least and not value & (value - 1)
+        _require(fits, f"{op}: config.{name} must be a power of two of at least {least}, got {value!r}")
 
 
 def _check_grouping(op: str, offsets: torch.Tensor | None, t: torch.Tensor) -> None:
@@ -516,7 +522,7 @@ def _check_grouping(op: str, offsets: torch.Tensor | None, t: torch.Tensor) -> N
         return
     _check_offsets(op, offsets, t)
     _require(offsets.is_contiguous(), f"{op}: offsets must be contiguous, got stride {offsets.stride()}")
-    if os.environ.get("BEAM_MOE_CHECK") == "1":
+    if env.flag("CHECK"):
         values = offsets.tolist()
         rising = values[0] == 0 and all(a <= b for a, b in zip(values, values[1:])) and values[-1] <= t.shape[0]
         _require(rising, f"{op}: offsets must rise from 0 to at most {t.shape[0]} rows, got {values}")
@@ -557,6 +563,7 @@ def _run(
     config: QuantizeConfig | None,
 ) -> tuple[MXFP8Tensor | torch.Tensor | None, MXFP8Tensor | torch.Tensor | None]:
     """Allocate, launch once, wrap. ``row`` and ``col``: None for not wanted, uint8 for MXFP8, else a dense dtype."""
+    _check_config(op, config, columns=col is not None)
     x3 = _matrices(op, "x", x)
     batch, rows, cols = x3.shape
     cols = cols if source == _PLAIN else cols // 2
@@ -656,18 +663,21 @@ def quantize(
 
     Args:
         x: (..., M, N) bf16, fp16 or fp32, any strides whose leading dimensions merge without a copy. Reading is fast if
-            either of the last two strides is 1; if that is the second to last, the result is a transposed view too.
+            either of the last two strides is 1; if that is the second to last, the result is a transposed view too,
+            unless ``axis`` is -2 and 32 does not divide M.
         axis: -1 (N must be a multiple of 32) or -2 (any M; the last block is short).
         elem: ``"e4m3"`` or ``"e5m2"``. rounding: ``"rceil"`` or ``"floor"``.
         swizzle: write the scales in the 128x4 layout of `swizzle_scales`, padding included.
         offsets: i32 (G + 1,) with ``axis=-2`` and a matrix: blocks restart at each group of rows; see `format`.
-        out: written in place instead of allocating: x's shape, ``axis``, ``elem`` and layout as asked for, contiguous.
+        out: written in place instead of allocating: x's shape, ``axis``, ``elem``, layout and number of groups as asked
+            for; elements and scales contiguous or, where the result of a transposed x were a view, both transposed.
+            Its ``rows`` are not written: `prepare` it again.
 
     Raises:
         ValueError: an argument does not fit the above.
     """
     _check_names("quantize", elem, rounding, axis)
-    _check_input("quantize", "x", x, config)
+    _check_input("quantize", "x", x)
     _check_grouping("quantize", offsets, x)
     _require(offsets is None or axis == -2, f"quantize: offsets need axis -2, got {axis}")
     _require(offsets is None or not swizzle, "quantize: swizzled scales of grouped rows have no defined layout")
@@ -680,9 +690,16 @@ def quantize(
             f"quantize: out must have shape {tuple(x.shape)}, elem {elem}, axis {axis}, swizzled {swizzle}, got {out}",
         )
         _require((out.offsets is None) == (offsets is None), "quantize: offsets and out.offsets must come together")
+        if offsets is not None:
+            groups = offsets.shape[0] - 1
+            _require(out.offsets.shape == offsets.shape, f"quantize: out must have {groups} groups, got {out}")
         _require(out.device == x.device, f"quantize: out is on {out.device}, x on {x.device}")
+        refuse_gradient("quantize", TRAINS, out=out.data)
         refuse_overlap("quantize", out.data, x=x)
-    if offsets is None and (_lies_transposed(x) if out is None else _lies_transposed(out.data)):
+        refuse_overlap("quantize", out.scale, x=x)
+    # of a transposed view the columns are the rows of what lies in memory, where no block is short
+    turn = offsets is None and (axis == -1 or x.shape[-2] % BLOCK == 0)
+    if turn and (_lies_transposed(x) if out is None else _lies_transposed(out.data)):
         turned = None if out is None else out.mT
         return _single("quantize", x.mT, -3 - axis, elem, rounding, swizzle, None, turned, config).mT
     return _single("quantize", x, axis, elem, rounding, swizzle, offsets, out, config)
@@ -736,7 +753,7 @@ def quantize_both(
     """
     op = "quantize_both"
     _check_names(op, elem, rounding)
-    _check_input(op, "x", x, config)
+    _check_input(op, "x", x)
     _check_grouping(op, offsets, x)
     _check_blocks(op, "the last dimension of x", x.shape[-1])
     _check_dtypes(op, row_dtype=row_dtype, col_dtype=col_dtype)
@@ -779,7 +796,7 @@ def fake_quantize(
             x, offsets=offsets, elem=elem, rounding=rounding, row_dtype=dtype, col_dtype=dtype, config=config
         )
     _check_names(op, elem, rounding)
-    _check_input(op, "x", x, config)
+    _check_input(op, "x", x)
     _check_grouping(op, offsets, x)
     _require(offsets is None or axis == -2, f"{op}: offsets need axis -2 or 'both', got {axis}")
     if axis == -1:
@@ -793,12 +810,10 @@ def fake_quantize(
     return made.mT if turn else made
 
 
-def _check_silu(
-    op: str, gate_up: torch.Tensor, axis, elem: str, rounding: str, offsets, row_dtype, col_dtype, config
-) -> int:
+def _check_silu(op: str, gate_up: torch.Tensor, axis, elem: str, rounding: str, offsets, row_dtype, col_dtype) -> int:
     _check_names(op, elem, rounding)
     _require(axis in (-1, -2, "both"), f"{op}: axis must be -1, -2 or 'both', got {axis!r}")
-    _check_input(op, "gate_up", gate_up, config)
+    _check_input(op, "gate_up", gate_up)
     _require(gate_up.ndim == 2, f"{op}: gate_up must be a matrix, got shape {tuple(gate_up.shape)}")
     _require(
         gate_up.shape[1] <= 1 or gate_up.stride(1) == 1,
@@ -845,7 +860,7 @@ def silu_mul_quantize(
         ValueError: an argument does not fit the above.
     """
     op = "silu_mul_quantize"
-    _check_silu(op, gate_up, axis, elem, rounding, offsets, row_dtype, col_dtype, config)
+    _check_silu(op, gate_up, axis, elem, rounding, offsets, row_dtype, col_dtype)
     _require(offsets is None or not swizzle, f"{op}: swizzled scales of grouped rows have no defined layout")
     made = _run(
         op,
@@ -890,7 +905,7 @@ def silu_mul_backward_quantize(
         ValueError: an argument does not fit the above.
     """
     op = "silu_mul_backward_quantize"
-    half = _check_silu(op, gate_up, axis, elem, rounding, offsets, row_dtype, col_dtype, config)
+    half = _check_silu(op, gate_up, axis, elem, rounding, offsets, row_dtype, col_dtype)
     _require_tensor(op, dh=dh)
     refuse_gradient(op, TRAINS, dh=dh)
     _require(
@@ -935,7 +950,7 @@ def dequantize(
     op = "dequantize"
     _require_mxfp8(op, t=t)
     require_device(op, "t", t.data)
-    _check_config(op, config)
+    refuse_gradient(op, TRAINS, t=t.data, out=out if isinstance(out, torch.Tensor) else None)
     _require(dtype in INPUT_DTYPES, f"{op}: dtype must be bf16, fp16 or fp32, got {dtype}")
     if out is not None:
         _require_tensor(op, out=out)
@@ -945,9 +960,11 @@ def dequantize(
             f"{out.device}",
         )
         require_distinct(op, "out", out)
-        refuse_overlap(op, out, t=t.data)
+        refuse_overlap(op, out, **{"t": t.data, "t.scale": t.scale})
     if t.offsets is None and _lies_transposed(t.data if out is None else out):
         return dequantize(t.mT, dtype, out=None if out is None else out.mT, config=config).mT
+    _check_config(op, config, columns=t.axis == -2)
+    _check_grouping(op, t.offsets, t.data)
     if out is None:
         out = torch.empty(t.shape, dtype=dtype, device=t.device)
     _require(t.shape[-1] <= 1 or out.stride(-1) == 1, f"{op}: out must have a stride of 1, got strides {out.stride()}")
@@ -960,7 +977,6 @@ def dequantize(
     )
     batch, rows, cols = code.shape
     config = config or pick("dequantize" if t.axis == -1 else "dequantize_columnwise", out, rows)
-    _check_grouping(op, t.offsets, t.data)
     tiles_m, tiles_n = _grid(rows, cols, config, t.offsets, False)
     if batch * rows * cols:
         _dequantize_kernel[(batch * tiles_m * tiles_n,)](

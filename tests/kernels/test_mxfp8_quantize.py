@@ -147,6 +147,20 @@ def test_strided_input(view, device):
         same("both, col", quantize_reference(x, axis=-2), col)
 
 
+@pytest.mark.parametrize("rows", [1, 31, 33, 129])
+@pytest.mark.parametrize("lead", [(), (2,)], ids=str)
+def test_transposed_input_whose_last_block_is_short(lead, rows, device):
+    """Blocks run along what is contiguous in memory, where a row need not hold a whole number of them."""
+    x = wild(128 if lead else 64, 129, torch.float32, device)[:, :rows].contiguous().view(*lead, 64, rows).mT
+    want = quantize_reference(x, axis=-2)
+    same("columns", want, quantize(x, axis=-2))
+    swizzled = quantize(x, axis=-2, swizzle=True)
+    assert torch.equal(swizzled.scale, swizzle_scales(want.scale.mT))
+    same("in place", want, quantize(x, axis=-2, out=quantize_reference(x * 2, axis=-2)))
+    same_values("values", dequantize_reference(want), fake_quantize(x, axis=-2, dtype=torch.float32))
+    same("rows", quantize_reference(x), quantize(x))
+
+
 @pytest.mark.parametrize("offsets", [OFFSETS, [0] * 5, [0, 100], [0, 32, 64, 96]], ids=str)
 def test_groups(offsets, device):
     x = within_nan(wild(100, 64, torch.float32, device))
@@ -335,6 +349,19 @@ def test_every_swiglu_configuration_gives_the_same_bits(name, device):
         (lambda x: silu_mul_quantize(x.mT), "inner stride 1"),
         (lambda x: silu_mul_backward_quantize(x, x), "dh must be"),
         (lambda x: quantize_both(x, row_dtype=torch.int8), "row_dtype"),
+        (lambda x: quantize(x, config=QuantizeConfig(32, 16, 4)), "quantize: config.block_n must be .* got 16"),
+        (lambda x: quantize(x, config=QuantizeConfig(24, 64, 4)), "quantize: config.block_m must be .* got 24"),
+        (lambda x: quantize(x, axis=-2, config=QuantizeConfig(16, 64, 4)), "quantize: config.block_m must .* got 16"),
+        (lambda x: quantize(x.mT, config=QuantizeConfig(16, 64, 4)), "quantize: config.block_m must .* got 16"),
+        (lambda x: quantize_both(x, config=QuantizeConfig(8, 64, 4)), "quantize_both: config.block_m must .* got 8"),
+        (lambda x: fake_quantize(x, config=QuantizeConfig(32, 64, 0)), "fake_quantize: config.num_warps .* got 0"),
+        (lambda x: dequantize(quantize(x), config=QuantizeConfig(32, 48, 4)), "dequantize: config.block_n .* got 48"),
+        (
+            lambda x: dequantize(quantize(x, axis=-2), config=QuantizeConfig(16, 32, 4)),
+            "dequantize: config.block_m .* got 16",
+        ),
+        (lambda x: silu_mul_quantize(x, axis=-2, config=QuantizeConfig(4, 64, 4)), "silu_mul_quantize: config.block_m"),
+        (lambda x: dequantize(quantize(x), out=x.bfloat16().requires_grad_()), "dequantize: out must not require"),
     ],
 )
 def test_refuses(call, message):
@@ -342,8 +369,30 @@ def test_refuses(call, message):
         call(torch.zeros(128, 64))
 
 
-def test_offsets_are_checked_on_request(monkeypatch, device):
-    monkeypatch.setenv("BEAM_MOE_CHECK", "1")
+def test_refuses_an_output_of_other_groups(device):
+    """A layout of fewer groups has fewer rows of scales, behind which a launch would write."""
+    x = torch.zeros(64, 32, device=device)
+    one, three = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0, 64], [0, 10, 40, 64]))
+    out = quantize(x, axis=-2, offsets=one)
+    with pytest.raises(ValueError, match="quantize: out must have 3 groups"):
+        quantize(x, axis=-2, offsets=three, out=out)
+    same("moved", quantize(x, axis=-2, offsets=one // 2), quantize(x, axis=-2, offsets=one // 2, out=out))
+
+
+def test_refuses_outputs_in_an_operands_memory(device):
+    pool = torch.zeros(4 * 64 * 4, dtype=torch.uint8, device=device)
+    x = pool.view(torch.float32).view(4, 64)
+    data = torch.empty(4, 64, dtype=torch.float8_e4m3fn, device=device)
+    with pytest.raises(ValueError, match="quantize: out must not share memory with x"):
+        quantize(x, out=MXFP8Tensor(data, pool[:8].view(4, 2)))
+    t = MXFP8Tensor(data, pool[:8].view(4, 2))
+    with pytest.raises(ValueError, match="dequantize: out must not share memory with t.scale"):
+        dequantize(t, torch.float32, out=x)
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_offsets_are_checked_on_request(monkeypatch, device, value):
+    monkeypatch.setenv("BEAM_MOE_CHECK", value)
     x = torch.zeros(64, 32, device=device)
     for bad in ([0, 40, 30], [1, 64], [0, 65]):
         with pytest.raises(ValueError, match="offsets must rise"):
