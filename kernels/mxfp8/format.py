@@ -90,6 +90,9 @@ class MXFP8Tensor:
         rows: i16 (..., M), what `decode_block.prepare` found in each row for the fp16 form of decode; None before it,
             and only with blocks along axis -1. It describes the bytes at the time of that call.
 
+    It can be copied, pickled, saved by ``torch.save`` and, where this module is imported, loaded with
+    ``weights_only=True``.
+
     Raises:
         ValueError: a dtype, shape, axis or device does not fit the above.
     """
@@ -170,6 +173,11 @@ class MXFP8Tensor:
         scale = self.scale if self.swizzled else self.scale.mT  # the 128x4 layout has no order of axes to swap
         return replace(self, data=self.data.mT, scale=scale, axis=-3 - self.axis, rows=None)
 
+    def __reduce__(self):
+        # elements as bytes: PyTorch's fp8 tensors cannot be pickled outside torch.save
+        rest = (self.axis, self.offsets, self.swizzled, self.rows)
+        return _rebuild, (self.data.view(torch.uint8), self.elem, self.scale, *rest)
+
     def __getitem__(self, index) -> MXFP8Tensor:
         """Index the leading dimensions (all but the last two) by ints and slices; a view."""
         index = index if isinstance(index, tuple) else (index,)
@@ -199,6 +207,13 @@ class MXFP8Tensor:
         )
 
 
+def _rebuild(codes: torch.Tensor, elem: str, *rest) -> MXFP8Tensor:
+    return MXFP8Tensor(codes.view(ELEM_DTYPES[elem]), *rest)
+
+
+torch.serialization.add_safe_globals([_rebuild])  # torch.load reads it as it reads tensors
+
+
 def _check_offsets(op: str, offsets: torch.Tensor, data: torch.Tensor) -> None:
     _require_tensor(op, offsets=offsets)
     _require(
@@ -217,23 +232,44 @@ def _check_names(op: str, elem: str, rounding: str, axis: int = -1) -> None:
     _require(axis in (-1, -2), f"{op}: axis must be -1 or -2, got {axis!r}")
 
 
+def _scale_bytes(op: str, scale: torch.Tensor) -> torch.Tensor:
+    _require_tensor(op, scale=scale)
+    e8m0 = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    _require(e8m0, f"{op}: scale must be uint8 or float8_e8m0fnu, got {scale.dtype}")
+    return scale.view(torch.uint8)
+
+
 def e8m0_to_float(scale: torch.Tensor) -> torch.Tensor:
-    """fp32 values ``2**(s - 127)`` of E8M0 bytes; 0 gives the subnormal ``2**-127``, 255 gives NaN."""
-    s = scale.view(torch.uint8).to(torch.int32)
+    """fp32 values ``2**(s - 127)`` of E8M0 bytes; 0 gives the subnormal ``2**-127``, 255 gives NaN.
+
+    Raises:
+        ValueError: ``scale`` is neither uint8 nor ``float8_e8m0fnu``.
+    """
+    s = _scale_bytes("e8m0_to_float", scale).to(torch.int32)
     bits = torch.where(s == 0, 0x00400000, s << 23)
     return torch.where(s == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 
 
 def e8m0_reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """fp32 values ``2**(127 - s)`` of E8M0 bytes; 254 gives the subnormal ``2**-127``, 255 gives NaN."""
-    s = scale.view(torch.uint8).to(torch.int32)
+    """fp32 values ``2**(127 - s)`` of E8M0 bytes; 254 gives the subnormal ``2**-127``, 255 gives NaN.
+
+    Raises:
+        ValueError: ``scale`` is neither uint8 nor ``float8_e8m0fnu``.
+    """
+    s = _scale_bytes("e8m0_reciprocal", scale).to(torch.int32)
     bits = torch.where(s == 254, 0x00400000, (254 - s) << 23)
     return torch.where(s == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 
 
 def e8m0_from_amax(amax: torch.Tensor, *, elem: str = "e4m3", rounding: str = "rceil") -> torch.Tensor:
-    """uint8 block scales of fp32 block maxima (not negative), by the module's table; non-finite maxima give 255."""
+    """uint8 block scales of fp32 block maxima (not negative), by the module's table; non-finite maxima give 255.
+
+    Raises:
+        ValueError: ``amax`` is no floating-point tensor, or ``elem`` or ``rounding`` is none of the module's.
+    """
     _check_names("e8m0_from_amax", elem, rounding)
+    _require_tensor("e8m0_from_amax", amax=amax)
+    _require(amax.is_floating_point(), f"e8m0_from_amax: amax must be of a floating dtype, got {amax.dtype}")
     bits = amax.to(torch.float32).view(torch.int32)
     if rounding == "rceil":
         # the product, not a division: its fp32 rounding is part of the definition
@@ -280,6 +316,7 @@ def quantize_reference(
     """
     _check_names("quantize_reference", elem, rounding, axis)
     _require_tensor("quantize_reference", x=x)
+    _require(x.is_floating_point(), f"quantize_reference: x must be of a floating dtype, got {x.dtype}")
     _require(x.ndim >= 2, f"quantize_reference: x must have at least two dimensions, got shape {tuple(x.shape)}")
     if offsets is not None:
         _check_offsets("quantize_reference", offsets, x)
@@ -326,7 +363,11 @@ def dequantize_reference(t: MXFP8Tensor, dtype: torch.dtype = torch.float32) -> 
 
     Exact in fp32 unless the product overflows, and exact in bf16 for E4M3 with scale bytes 3 to 246 and E5M2 with 10 to
     239.
+
+    Raises:
+        ValueError: ``t`` is no `MXFP8Tensor`.
     """
+    _require_mxfp8("dequantize_reference", t=t)
     return (t.data.to(torch.float32) * _expand_scale(t)).to(dtype)
 
 

@@ -1,6 +1,10 @@
 """The MXFP8 reference against golden vectors and against rules stated another way (float64, integers, tables)."""
 
+import copy
+import io
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +221,35 @@ def test_views_and_devices():
     assert e8m0.scale.dtype == torch.uint8
 
 
+@pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("kind", ["rows", "grouped", "swizzled", "e5m2-turned"])
+def test_copies_and_pickles(kind, way):
+    x = torch.randn(2, 33, 64)
+    t = quantize_reference(x)
+    if kind == "rows":
+        t = replace(t, rows=torch.arange(66, dtype=torch.int16).view(2, 33))
+    elif kind == "grouped":
+        t = quantize_reference(x[0], axis=-2, offsets=torch.tensor([0, 3, 33], dtype=torch.int32))
+    elif kind == "swizzled":
+        t = MXFP8Tensor(t.data, swizzle_scales(t.scale), swizzled=True)
+    else:
+        t = quantize_reference(x, elem="e5m2").mT
+    if way == "save":
+        file = io.BytesIO()
+        torch.save({"w": t}, file)
+        file.seek(0)
+        got = torch.load(file, weights_only=True)["w"]
+    elif way == "pickle":
+        got = pickle.loads(pickle.dumps(t))
+    else:
+        got = getattr(copy, way)(t)
+    assert got.elem == t.elem and got.axis == t.axis and got.swizzled == t.swizzled
+    assert torch.equal(got.data.view(torch.uint8), t.data.view(torch.uint8)) and torch.equal(got.scale, t.scale)
+    for a, b in ((got.rows, t.rows), (got.offsets, t.offsets)):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    assert (got.data.data_ptr() == t.data.data_ptr()) == (way == "copy")
+
+
 DATA, SCALE = torch.zeros(4, 64, dtype=torch.float8_e4m3fn), torch.zeros(4, 2, dtype=torch.uint8)
 
 
@@ -237,6 +270,12 @@ DATA, SCALE = torch.zeros(4, 64, dtype=torch.float8_e4m3fn), torch.zeros(4, 2, d
         (lambda: quantize_reference(torch.zeros(4, 64), rounding="even"), "even"),
         (lambda: unswizzle_scales(torch.zeros(100, dtype=torch.uint8), 4, 4), "unswizzle_scales"),
         (lambda: swizzle_scales(torch.zeros(4, 4)), "swizzle_scales"),
+        (lambda: e8m0_to_float(torch.zeros(4)), "e8m0_to_float: scale must be uint8 .* got torch.float32"),
+        (lambda: e8m0_reciprocal(SCALE.int()), "e8m0_reciprocal: scale must be uint8 .* got torch.int32"),
+        (lambda: e8m0_to_float(127), "e8m0_to_float: scale must be a tensor, got int"),
+        (lambda: e8m0_from_amax(SCALE), "e8m0_from_amax: amax must be of a floating dtype, got torch.uint8"),
+        (lambda: quantize_reference(torch.zeros(4, 32, dtype=torch.int32)), "floating dtype, got torch.int32"),
+        (lambda: dequantize_reference(DATA), "dequantize_reference: t must be an MXFP8Tensor, got Tensor"),
     ],
 )
 def test_refuses(make, message):
