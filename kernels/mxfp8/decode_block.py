@@ -216,7 +216,8 @@ def prepare(t: MXFP8Tensor) -> MXFP8Tensor:
         are), plus `ROW_WIDE` if its scales spread too far, plus `ROW_NAN` if a scale byte is 255.
 
     Raises:
-        ValueError: the blocks do not run along axis -1, or the scales are swizzled.
+        ValueError: the blocks do not run along axis -1, the scales are swizzled, or ``t.rows`` are there but lie on
+            another device, with an inner stride other than 1, or so that their leading dimensions do not merge.
     """
     _require_mxfp8("prepare", t=t)
     require_device("prepare", "t", t.data)
@@ -226,7 +227,15 @@ def prepare(t: MXFP8Tensor) -> MXFP8Tensor:
     rows = t.rows if t.rows is not None else torch.empty((*lead, n), dtype=torch.int16, device=t.device)
     codes = t.data.view(torch.uint8).flatten(0, -3) if lead else t.data.view(torch.uint8).unsqueeze(0)
     scale = t.scale.flatten(0, -3) if lead else t.scale.unsqueeze(0)
-    words = rows.view(-1, n)
+    try:
+        words = rows.view(codes.shape[0], n)
+    except RuntimeError:
+        words = None
+    _require(
+        words is not None and (n <= 1 or words.stride(1) == 1) and rows.device == t.device,
+        f"prepare: t.rows must have inner stride 1, leading dimensions that merge, and lie on {t.device}, got strides "
+        f"{rows.stride()} for shape {tuple(rows.shape)} on {rows.device}",
+    )
     if words.numel():
         bn = 16
         _prepare_kernel[(triton.cdiv(n, bn), codes.shape[0])](

@@ -707,6 +707,19 @@ def _check_config(op: str, config: GemmConfig | None) -> None:
         _require(fits, f"{op}: config.{name} must be {what} of at least {least}, got {value!r}")
 
 
+def _check_words(op: str, b: MXFP8Tensor, config: GemmConfig) -> None:
+    """``b.rows`` as the kernels of route fp16 read them."""
+    if config.route != "fp16":
+        return
+    _require(b.rows is not None, f"{op}: route fp16 needs b to have gone through prepare, got {b}")
+    assert b.rows is not None
+    _require(
+        b.rows.is_contiguous() and b.rows.device == b.device,
+        f"{op}: b.rows must be contiguous on {b.device}, got strides {b.rows.stride()} for shape "
+        f"{tuple(b.rows.shape)} on {b.rows.device}",
+    )
+
+
 def _values(t: torch.Tensor | MXFP8Tensor | None) -> torch.Tensor | None:
     """The elements of an operand."""
     return t.data if isinstance(t, MXFP8Tensor) else t
@@ -741,7 +754,8 @@ def _check(op: str, trains: str, a, b: MXFP8Tensor, bias, out, out_dtype, b_dens
         )
         _require(n <= 1 or out.stride(1) == 1, f"{op}: out must have last stride 1, got strides {out.stride()}")
         _require_rows_apart(op, out)
-        refuse_overlap(op, out, a=_values(a), b=b.data, bias=bias, b_dense=b_dense)
+        scales = {f"{name}.scale": t.scale for name, t in (("a", a), ("b", b)) if isinstance(t, MXFP8Tensor)}
+        refuse_overlap(op, out, a=_values(a), b=b.data, bias=bias, b_dense=b_dense, **scales, **{"b.rows": b.rows})
     if b_dense is not None:
         _require(
             b_dense.shape == b.shape and b_dense.dtype == torch.bfloat16 and b_dense.device == a.device,
@@ -769,8 +783,9 @@ def gemm(
     Args:
         a: (M, K) bf16 or fp16 with any strides, or `MXFP8Tensor` with blocks along K. M may be 0.
         b: (N, K) `MXFP8Tensor` with blocks along axis -1, or (K, N) with blocks along axis -2; any strides, so ``w.mT``
-            of a columnwise quantised weight serves a dgrad. The fp16 route needs `prepare`. Swizzled scales, of
-            either operand, are for products of two MXFP8 operands on Blackwell, which run as ``native``.
+            of a columnwise quantised weight serves a dgrad. The fp16 route needs `prepare` and contiguous ``b.rows``.
+            Swizzled scales, of either operand, are for products of two MXFP8 operands on Blackwell, which run as
+            ``native``.
         bias: (N,) bf16, fp16 or fp32, added in fp32.
         out: (M, N) bf16, fp16 or fp32, last stride 1, written in full; ``out_dtype`` is then not read.
         b_dense: bf16 (N, K), ``dequantize(b)`` kept by the caller, which saves the dequantisation of every call with
@@ -808,10 +823,7 @@ def gemm(
         config = choose(
             rows, n, k, a.device, x_dtype=x_dtype, prepared=b.rows is not None, both=mx, stream=streams(a, b)
         )
-    _require(
-        config.route != "fp16" or b.rows is not None,
-        f"{op}: route fp16 needs b to have gone through prepare, got {b}",
-    )
+    _check_words(op, b, config)
     if config.route == "native":
         _require(mx, f"{op}: route native needs MXFP8 activations, got {x_dtype}")
         _native(a, b, bias, out, config)

@@ -28,6 +28,7 @@ from beam_moe.kernels.mxfp8.gemm import (
     GemmConfig,
     _capability,
     _check,
+    _check_words,
     _contracting,
     _descriptor,
     _serves,
@@ -400,7 +401,8 @@ def grouped_gemm(
     Args:
         a: (T, K) bf16 or fp16 with any strides, or `MXFP8Tensor` with blocks along K; rows sorted by group. T may be 0.
         b: (E, N, K) `MXFP8Tensor` with blocks along axis -1, or (E, K, N) with blocks along axis -2; any strides, so
-            ``w.mT`` of columnwise quantised weights serves a dgrad. After `prepare` the fp16 form is used.
+            ``w.mT`` of columnwise quantised weights serves a dgrad. After `prepare` the fp16 form is used, for which
+            ``b.rows`` must be contiguous.
         offsets: i32 (E + 1,) on a's device: 0, then the end of each group, never falling, at most T.
         bias: (E, N) bf16, fp16 or fp32, contiguous.
         out: (T, N) bf16, fp16 or fp32, last stride 1, written in full; ``out_dtype`` is then not read.
@@ -456,9 +458,7 @@ def grouped_gemm(
         config.route in ("bf16", "fp16", "dequantize"),
         f"{op}: config.route must be bf16, fp16 or dequantize, got {config.route!r}",
     )
-    _require(
-        config.route != "fp16" or b.rows is not None, f"{op}: route fp16 needs b to have gone through prepare, got {b}"
-    )
+    _check_words(op, b, config)
     x = dequantize(a) if mx else a
     if config.route == "dequantize":
         _require(
@@ -559,7 +559,7 @@ def grouped_wgrad(
     MXFP8 operands are held as bf16 for the length of the call.
 
     Raises:
-        ValueError: as `grouped_gemm`.
+        ValueError: as `grouped_gemm`; with ``BEAM_MOE_CHECK=1`` also operands quantised with other offsets.
     """
     op = "grouped_wgrad"
     _require_tensor(op, **{n: t for n, t in (("dy", dy), ("x", x)) if not isinstance(t, MXFP8Tensor)})
@@ -572,7 +572,8 @@ def grouped_wgrad(
     refuse_gradient(op, TRAINS, dy=_values(dy), x=_values(x), out=out)
     _check_offsets(op, offsets, None, x.shape[0], x.device)
     if out is not None:
-        refuse_overlap(op, out, dy=_values(dy), x=_values(x))
+        scales = {f"{name}.scale": t.scale for name, t in (("dy", dy), ("x", x)) if isinstance(t, MXFP8Tensor)}
+        refuse_overlap(op, out, dy=_values(dy), x=_values(x), **scales)
     dense = []
     for name, t in (("dy", dy), ("x", x)):
         if isinstance(t, MXFP8Tensor):
@@ -581,6 +582,9 @@ def grouped_wgrad(
                 t.axis == -2 and groups == offsets.shape[0] - 1,
                 f"{op}: {name} must have blocks along the rows of {offsets.shape[0] - 1} groups, got {t}",
             )
+            if env.flag("CHECK"):
+                own, wanted = t.offsets.tolist(), offsets.tolist()
+                _require(own == wanted, f"{op}: {name} must have been quantised with offsets {wanted}, got {own}")
             t = dequantize(t)
         _require(t.dtype in (torch.bfloat16, torch.float16), f"{op}: {name} must be bf16, fp16 or MXFP8, got {t.dtype}")
         dense.append(t)

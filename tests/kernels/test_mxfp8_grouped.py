@@ -1,5 +1,7 @@
 """Grouped MXFP8 GEMMs against a loop over groups in float64; groups of no row and of one row are in every case."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -277,3 +279,50 @@ def test_refuses_what_is_no_tensor_and_rows_that_overlap(device):
         grouped_wgrad(None, a, offsets)
     with pytest.raises(ValueError, match="grouped_gemm: out must have rows that do not overlap"):
         grouped_gemm(a, b, offsets, out=one_row.expand(a.shape[0], 40))
+
+
+def test_words_of_every_second_expert_are_refused(device):
+    """Kernels of the fp16 form count on words that lie one behind another; other forms read none."""
+    a, b, offsets = operands(SIZES["ragged"], 40, 96, device)
+    few = prepare(b)[::2]
+    offsets = torch.tensor([0, 9, 40], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"grouped_gemm: b.rows must be contiguous .* strides \(80, 1\)"):
+        grouped_gemm(a.half(), few, offsets)
+    y = grouped_gemm(a, few, offsets, out_dtype=F32, config=GemmConfig("bf16", 32, 64, 128, stages=1))
+    assert_close("y", reference(a, dequantize_reference(few, BF16), offsets), y, LIMIT)
+
+
+def test_prepare_writes_words_where_they_lie_or_refuses(device):
+    b = operands(SIZES["ragged"], 40, 96, device)[1]
+    want = prepare(b).rows
+    some = torch.zeros(4, 2, 40, dtype=torch.int16, device=device)
+    assert prepare(replace(b, rows=some[:, 1])).rows.data_ptr() == some[:, 1].data_ptr()
+    assert torch.equal(some[:, 1], want) and not some[:, 0].any()
+    with pytest.raises(ValueError, match=r"prepare: t.rows must have inner stride 1, .* got strides \(80, 2\)"):
+        prepare(replace(b, rows=some.view(4, 40, 2)[..., 0]))
+    deep = MXFP8Tensor(b.data.view(2, 2, 40, 96), b.scale.view(2, 2, 40, 3))
+    with pytest.raises(ValueError, match="prepare: t.rows must have .* leading dimensions that merge"):
+        prepare(replace(deep, rows=some.view(2, 2, 2, 40)[:, :, 0].transpose(0, 1).contiguous().transpose(0, 1)))
+    none = prepare(MXFP8Tensor(b.data[:, :0], b.scale[:, :0]))
+    assert none.rows.shape == (4, 0)
+
+
+def test_wgrad_of_operands_quantised_with_other_offsets(device, monkeypatch):
+    x = randn(40, 64, seed=1).to(device)
+    offsets, other = offsets_of((8, 0, 32), device), offsets_of((32, 0, 8), device)
+    dy, x = quantize_reference(x, axis=-2, offsets=other), quantize_reference(x, axis=-2, offsets=offsets)
+    monkeypatch.setenv("BEAM_MOE_CHECK", "1")
+    with pytest.raises(ValueError, match=r"grouped_wgrad: dy must have been quantised with offsets \[0, 8, 8, 40\]"):
+        grouped_wgrad(dy, x, offsets)
+
+
+def test_results_may_not_lie_in_scales_or_words(device):
+    a, b, offsets = operands(SIZES["one-row"], 32, 32, device)
+    pool = torch.zeros(2**12, dtype=torch.uint8, device=device)
+    out = pool[: a.shape[0] * 64].view(BF16).view(-1, 32)
+    scale = pool[: b.scale.numel()].view(b.scale.shape)
+    with pytest.raises(ValueError, match="grouped_gemm: out must not share memory with b.scale"):
+        grouped_gemm(a, MXFP8Tensor(b.data, scale), offsets, out=out)
+    words = pool[: 8 * 32].view(torch.int16).view(4, 32)
+    with pytest.raises(ValueError, match="grouped_gemm: out must not share memory with b.rows"):
+        grouped_gemm(a, replace(b, rows=words), offsets, out=out)
