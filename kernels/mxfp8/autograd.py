@@ -10,8 +10,8 @@ wgrad      tokens              dy column, x column               grad and input 
 
 ("MXFP8", Transformer Engine's documentation of its recipes; NVIDIA, "Recipes for pre-training LLMs with MXFP8", arXiv
 2506.08027: E4M3 throughout.) Row and column copies of one tensor are different numbers, so each is made from the tensor
-itself. dy is read once for both. What is kept for the backward pass is x and w as they are, as a bf16 layer keeps them;
-the columns are quantised in the backward pass.
+itself. dy is read once for both. What is kept for the backward pass is what a bf16 layer keeps: x as it is if w is
+trained, w as it is (or the caller's column copy) if x wants a gradient; the columns are quantised in the backward pass.
 
 Where the hardware has no block-scaled product (before Blackwell) operands are quantised to bf16 values in one pass
 (`fake_quantize`) and multiplied by cuBLAS: the same numbers, to accumulation order.
@@ -62,6 +62,29 @@ def _multiply(a, b, dtype: torch.dtype, bias: torch.Tensor | None = None) -> tor
     return out
 
 
+def _save(ctx, x, w, pair, values, *more: torch.Tensor) -> None:
+    """Keep for the backward pass what the gradients that are wanted need, and ``more``.
+
+    All of it as saved tensors, so that hooks see them and writing to one before the backward pass is an error.
+    """
+    need_x, need_w = ctx.needs_input_grad[:2]
+    col = scale = None
+    if pair is not None:
+        w, col, scale = None, pair[1].data, pair[1].scale
+    elif values is not None:
+        w, col = None, values[1]
+    weights = (w, col, scale) if need_x else (None, None, None)
+    ctx.save_for_backward(x if need_w else None, *weights, *more)
+    ctx.swizzled = pair is not None and pair[1].swizzled
+
+
+def _saved_columns(ctx, w, col, scale, quantized):
+    """The weights of dgrad, with the axis that it contracts over last."""
+    if scale is not None:
+        return MXFP8Tensor(col, scale, -2, swizzled=ctx.swizzled).mT
+    return quantized(w) if col is None else col.mT
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, pair, values):
@@ -69,16 +92,16 @@ class _Linear(torch.autograd.Function):
             wq = pair[0]
         else:
             wq = values[0] if values is not None else _quantized(w, -1)
-        ctx.save_for_backward(x, w)
-        ctx.pair, ctx.values = pair, values
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        _save(ctx, x, w, pair, values)
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, w, bias)]
         return _multiply(_quantized(x, -1), wq, x.dtype, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, w = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
         dx = dw = dbias = row = col = None
         if need_x and need_w:
             row, col = _quantized_both(dy)
@@ -87,15 +110,12 @@ class _Linear(torch.autograd.Function):
         elif need_w:
             col = _quantized(dy, -2)
         if need_x:
-            if ctx.pair is not None:
-                wq = ctx.pair[1].mT
-            else:
-                wq = ctx.values[1].mT if ctx.values is not None else _quantized(w, -2)
-            dx = _multiply(row, wq, x.dtype)
+            dx = _multiply(row, _saved_columns(ctx, *weights, lambda w: _quantized(w, -2)), x_dtype)
+            row = None  # its memory is free for the wgrad's operands
         if need_w:
-            dw = _multiply(col, _quantized(x, -2), w.dtype)
+            dw = _multiply(col, _quantized(x, -2), w_dtype)
         if need_bias:
-            dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            dbias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, dbias, None, None
 
 
@@ -168,13 +188,13 @@ def linear(
             f"{op}: bias must be bf16, fp16 or fp32 ({shape[0]},) on {x.device}, got {bias.dtype} {tuple(bias.shape)} "
             f"on {bias.device}",
         )
-    flat = x.reshape(-1, shape[1])
+    flat = x.reshape(x.shape[:-1].numel(), shape[1])
     values = None if _native(x.device) else values
     if isinstance(w, tuple):
         y = _Linear.apply(flat, None, bias, w, None)
     else:
         y = _Linear.apply(flat, w, bias, None, values)
-    return y.unflatten(0, x.shape[:-1]) if x.ndim != 2 else y
+    return y.reshape(*x.shape[:-1], shape[0]) if x.ndim != 2 else y
 
 
 def _grouped_multiply(x, wq, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -197,15 +217,16 @@ class _GroupedLinear(torch.autograd.Function):
             wq = pair[0]
         else:
             wq = values[0] if values is not None else _grouped_weight(w, -1, x.dtype)
-        ctx.save_for_backward(x, w, offsets)
-        ctx.pair, ctx.values = pair, values
+        _save(ctx, x, w, pair, values, offsets)
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, w)]
         return _grouped_multiply(fake_quantize(x), wq, offsets, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, w, offsets = ctx.saved_tensors
+        x, *weights, offsets = ctx.saved_tensors
         need_x, need_w = ctx.needs_input_grad[:2]
+        x_dtype, w_dtype = ctx.dtypes
         dx = dw = row = col = None
         dy = dy.contiguous()  # a gradient can come as an expanded scalar, which no grouped GEMM takes
         if need_x and need_w:
@@ -215,13 +236,11 @@ class _GroupedLinear(torch.autograd.Function):
         elif need_w:
             col = fake_quantize(dy, axis=-2, offsets=offsets)
         if need_x:
-            if ctx.pair is not None:
-                wq = ctx.pair[1].mT
-            else:
-                wq = ctx.values[1].mT if ctx.values is not None else _grouped_weight(w, -2, x.dtype)
-            dx = _grouped_multiply(row, wq, offsets, x.dtype)
+            wq = _saved_columns(ctx, *weights, lambda w: _grouped_weight(w, -2, x_dtype))
+            dx = _grouped_multiply(row, wq, offsets, x_dtype)
+            row = wq = None  # their memory is free for the wgrad's operands
         if need_w:
-            dw = grouped_wgrad(col, fake_quantize(x, axis=-2, offsets=offsets), offsets, out_dtype=w.dtype)
+            dw = grouped_wgrad(col, fake_quantize(x, axis=-2, offsets=offsets), offsets, out_dtype=w_dtype)
         return dx, dw, None, None, None
 
 

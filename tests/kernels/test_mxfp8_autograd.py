@@ -1,10 +1,12 @@
 """Gradients of the MXFP8 layers: against each step done with the references, and against unquantised float64."""
 
+import weakref
+
 import pytest
 import torch
 
 from beam_moe.kernels.mxfp8 import dequantize_reference, fake_quantize, quantize_both, quantize_reference
-from beam_moe.kernels.mxfp8.autograd import grouped_linear, linear
+from beam_moe.kernels.mxfp8.autograd import _native, grouped_linear, linear
 from beam_moe.testing import assert_close, error_ratio
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -184,6 +186,106 @@ def test_refuses_a_pair_of_one_direction(device):
     row, _ = quantize_both(randn(32, 64, seed=1).to(device))
     with pytest.raises(ValueError, match="axis -1 and -2"):
         linear(torch.zeros(3, 64, device=device), (row, row))
+
+
+def test_one_row_and_no_features(device):
+    x, w = randn(64, seed=1).to(device), randn(32, 64, seed=2).to(device)
+    leaf = x.clone().requires_grad_()
+    y = linear(leaf, w)
+    y.sum().backward()
+    assert torch.equal(y, linear(x[None], w)[0]) and leaf.grad.shape == (64,)
+    bias = randn(32, seed=3).to(device)
+    assert torch.equal(linear(x[:0].expand(3, 0), w[:, :0], bias), bias.expand(3, 32))
+
+
+WANTED = [(True, True), (True, False), (False, True)]
+KINDS = ["dense", "values", "pair"]
+
+
+def layer(kind, grouped, want_x, want_w, device):
+    """(x, w, call) of one layer; w is dense whatever the call multiplies by."""
+    x, w = randn(40, 64, seed=1).to(device), randn(2, 96, 64, seed=2).to(device)
+    w = w if grouped else w[0].contiguous()
+    x.requires_grad_(want_x)
+    w.requires_grad_(want_w and kind != "pair")
+    values, weight = None, w
+    if kind == "values":
+        values = fake_quantize(w.detach(), axis="both")
+    elif kind == "pair":
+        weight = quantize_both(w.detach())
+    if grouped:
+        offsets = torch.tensor([0, 33, 38], dtype=torch.int32, device=device)
+        return x, w, values, weight, lambda: grouped_linear(x, weight, offsets, values=values)
+    return x, w, values, weight, lambda: linear(x, weight, values=values)
+
+
+@pytest.mark.parametrize(("want_x", "want_w"), WANTED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
+def test_what_is_kept_for_the_backward_pass(grouped, kind, want_x, want_w, device):
+    """x for dw, the weight for dx, nothing else; gradients are those of a call that wants both, twice the same."""
+    if kind == "pair" and not want_x:
+        pytest.skip("nothing wants a gradient")
+    x, w, values, weight, call = layer(kind, grouped, want_x, want_w, device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = call()
+    want = []
+    if want_w and kind != "pair":
+        want.append(x)
+    if want_x:
+        want += (
+            [w]
+            if kind == "dense" or (kind == "values" and values_unused(grouped, device))
+            else ([values[1]] if kind == "values" else [weight[1].data, weight[1].scale])
+        )
+    kept = [t for t in kept if t.dtype != torch.int32]
+    assert sorted(t.data_ptr() for t in kept) == sorted(t.data_ptr() for t in want)
+    dy = randn(*y.shape, seed=3).to(device)
+    leaves = [t for t in (x, w) if t.requires_grad]
+    first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    again = torch.autograd.grad(y, leaves, dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    both_x, both_w, _, _, both = layer("dense", grouped, True, True, device)
+    wanted = dict(zip(("x", "w"), torch.autograd.grad(both(), (both_x, both_w), dy)))
+    for leaf, got in zip(leaves, first):
+        assert_close("gradient", wanted["x" if leaf is x else "w"].double(), got, LIMIT[F32])
+
+
+def values_unused(grouped, device):
+    """Kept values are read before Blackwell; by the grouped layer only in bf16, which PyTorch's grouped GEMM takes."""
+    return grouped or _native(device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_changes_before_the_backward_pass_is_an_error(kind, device):
+    if kind == "values" and values_unused(False, device):
+        pytest.skip("does not read them")
+    x, w, values, weight, call = layer(kind, False, True, False, device)
+    y = call()
+    changed = w if kind == "dense" else values[1] if kind == "values" else weight[1].scale
+    with torch.no_grad():
+        changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_the_weight_gradient_starts_with_the_memory_of_the_input_gradient_free(device, monkeypatch):
+    """dy's rows and w's columns are dead once dx is there: at most one product's operands are alive."""
+    from beam_moe.kernels.mxfp8 import autograd
+
+    x, w, _, _, call = layer("dense", False, True, True, device)
+    y = call()
+    real, seen, alive = autograd._multiply, [], []
+
+    def multiply(a, b, *args):
+        alive.append(sum(t() is not None for t in seen))
+        seen.extend((weakref.ref(a), weakref.ref(b)))
+        return real(a, b, *args)
+
+    monkeypatch.setattr(autograd, "_multiply", multiply)
+    y.sum().backward()
+    assert len(seen) == 4 and alive == [0, 0]
 
 
 @pytest.mark.gpu
