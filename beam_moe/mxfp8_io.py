@@ -10,7 +10,8 @@ tensor                     dtype              shape
 =========================  =================  ========================================================
 
 A parameter of another name, such as the fused experts' ``experts.gate_up_proj``, keeps its scales beside it under the
-same rule: its own name and ``_scale``.
+same rule: its own name and ``_scale``. Read, but not written, is ``_scale_inv``: MiniMax's checkpoints call the same
+bytes so.
 
 - ``compressed-tensors``: ``quantization_config.quant_method`` is ``"compressed-tensors"``, ``format`` is
   ``"mxfp8-quantized"``, and each config group has ``weights`` of 8-bit ``float``, ``strategy`` ``"group"``,
@@ -18,8 +19,8 @@ same rule: its own name and ``_scale``.
   compressed-tensors 0.17, ``quantization/quant_scheme.py`` (MXFP8, MXFP8A16) and ``compressors/mxfp8``.
 - ``modelopt``: ``quantization_config`` has ``quant_method`` ``"modelopt"`` and, directly or under ``quantization``,
   ``quant_algo`` ``"MXFP8"`` and ``exclude_modules``; the same in ``hf_quant_config.json``. Checkpoints that say
-  ``quant_method`` ``"mxfp8"`` with ``ignored_layers`` hold the same tensors. Source: vLLM 0.33,
-  ``quantization/modelopt.py`` (``ModelOptMxFp8Config``).
+  ``quant_method`` ``"mxfp8"`` with ``ignored_layers`` hold the same tensors, their scales as ``_scale_inv``. Source:
+  vLLM 0.33, ``quantization/modelopt.py`` (``ModelOptMxFp8Config``) and ``models/minimax_m3``.
 """
 
 import json
@@ -34,6 +35,7 @@ from beam_moe.kernels.mxfp8.format import MXFP8Tensor
 
 LAYOUTS = ("compressed-tensors", "modelopt")
 SCALE_SUFFIX = "_scale"
+SCALE_SUFFIXES = (SCALE_SUFFIX, "_scale_inv")  # those that are read
 INDEX = "model.safetensors.index.json"
 
 
@@ -124,23 +126,30 @@ def pack(name: str, t: MXFP8Tensor) -> dict[str, torch.Tensor]:
     return {name: t.data.contiguous(), name + SCALE_SUFFIX: t.scale.contiguous()}
 
 
-def _join(name: str, data: torch.Tensor, scale: torch.Tensor | None) -> MXFP8Tensor:
+def _join(name: str, data: torch.Tensor, scale_name: str | None, scale: torch.Tensor | None) -> MXFP8Tensor:
     if scale is None:
         raise ValueError(f"unpack: {name} is {data.dtype} and has no {name + SCALE_SUFFIX} beside it")
     want = (*data.shape[:-1], data.shape[-1] // 32)
     _require(
         data.shape[-1] % 32 == 0 and tuple(scale.shape) == want,
-        f"unpack: {name + SCALE_SUFFIX} must have shape {want} for {tuple(data.shape)}, got {tuple(scale.shape)}",
+        f"unpack: {scale_name} must have shape {want} for {tuple(data.shape)}, got {tuple(scale.shape)}",
     )
     _require(
         scale.dtype in (torch.uint8, torch.float8_e8m0fnu),
-        f"unpack: {name + SCALE_SUFFIX} must hold E8M0 bytes, got {scale.dtype}",
+        f"unpack: {scale_name} must hold E8M0 bytes, got {scale.dtype}",
     )
     return MXFP8Tensor(data, scale)
 
 
-def _is_scale(name: str, names: Mapping | set) -> bool:
-    return name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in names
+def _scale_of(name: str, names: Mapping) -> str | None:
+    """The name of a parameter's scales among ``names``."""
+    return next((name + suffix for suffix in SCALE_SUFFIXES if name + suffix in names), None)
+
+
+def _owner(name: str, names: Mapping) -> str | None:
+    """The parameter among ``names`` whose scales ``name`` names."""
+    owners = (name.removesuffix(suffix) for suffix in SCALE_SUFFIXES if name.endswith(suffix))
+    return next((owner for owner in owners if owner in names), None)
 
 
 def unpack(tensors: Mapping[str, torch.Tensor]) -> dict[str, MXFP8Tensor | torch.Tensor]:
@@ -152,8 +161,11 @@ def unpack(tensors: Mapping[str, torch.Tensor]) -> dict[str, MXFP8Tensor | torch
     made: dict[str, MXFP8Tensor | torch.Tensor] = {}
     for name, data in tensors.items():
         if data.dtype == torch.float8_e4m3fn:
-            made[name] = _join(name, data, tensors.get(name + SCALE_SUFFIX))
-        elif not (_is_scale(name, tensors) and tensors[name.removesuffix(SCALE_SUFFIX)].dtype == torch.float8_e4m3fn):
+            scale_name = _scale_of(name, tensors)
+            made[name] = _join(name, data, scale_name, tensors[scale_name] if scale_name else None)
+            continue
+        owner = _owner(name, tensors)
+        if owner is None or tensors[owner].dtype != torch.float8_e4m3fn:
             made[name] = data
     return made
 
@@ -260,14 +272,15 @@ def load_checkpoint(
     handles = [safe_open(path, framework="pt", device=str(device)) for path in files]
     where = {name: handle for handle in handles for name in handle.keys()}
     for name, handle in where.items():
-        if _is_scale(name, where) or (select is not None and not select(name)):
+        if _owner(name, where) is not None or (select is not None and not select(name)):
             continue
         data = handle.get_tensor(name)
         if data.dtype != torch.float8_e4m3fn:
             yield name, data
-            if name + SCALE_SUFFIX in where:
-                yield name + SCALE_SUFFIX, where[name + SCALE_SUFFIX].get_tensor(name + SCALE_SUFFIX)
+            for other in (name + suffix for suffix in SCALE_SUFFIXES):
+                if other in where:
+                    yield other, where[other].get_tensor(other)
             continue
         _require(layout is not None, f"load_checkpoint: {name} is {data.dtype} but config.json names no quantisation")
-        scale_name = name + SCALE_SUFFIX
-        yield name, _join(name, data, where[scale_name].get_tensor(scale_name) if scale_name in where else None)
+        scale_name = _scale_of(name, where)
+        yield name, _join(name, data, scale_name, where[scale_name].get_tensor(scale_name) if scale_name else None)

@@ -81,6 +81,22 @@ def test_scales_may_be_in_another_file_and_in_the_e8m0_dtype(tmp_path):
     assert name == "a.weight" and equal(t, got)
 
 
+def test_scales_under_their_other_name(tmp_path):
+    """MiniMax's checkpoints say quant_method "mxfp8" and call E8M0 bytes weight_scale_inv, as vLLM's loader knows."""
+    t, other = quantize_reference(torch.randn(4, 64)), torch.randn(3)
+    raw = {"a.weight": t.data, "a.weight_scale_inv": t.scale, "b": other, "b_scale_inv": other + 1}
+    joined = unpack(raw)
+    assert joined.keys() == {"a.weight", "b", "b_scale_inv"} and equal(joined["a.weight"], t)
+    save_file(raw, tmp_path / "model.safetensors")
+    section = {"quant_method": "mxfp8", "ignored_layers": ["b"]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
+    got = dict(load_checkpoint(tmp_path))
+    assert got.keys() == joined.keys() and all(equal(joined[name], got[name]) for name in got)
+    assert dict(load_checkpoint(tmp_path, select=lambda name: name == "a.weight")).keys() == {"a.weight"}
+    with pytest.raises(ValueError, match=r"unpack: a.weight_scale_inv must have shape \(4, 2\)"):
+        unpack({"a.weight": t.data, "a.weight_scale_inv": torch.zeros(1, 1)})  # scales of 128x128 blocks
+
+
 def test_layouts_of_other_writers():
     assert checkpoint_layout({}) is None
     assert (
