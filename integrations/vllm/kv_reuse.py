@@ -1,45 +1,96 @@
 """An adapter replaced in place must not be served from KV blocks of its old weights.
 
-vLLM's block hashes know an adapter's name and path. ``load_inplace`` keeps both and replaces the weights, so with
-prefix caching a prompt seen before would be answered from the old adapter's KV. Here each load in place gives the
-adapter a new generation in the hash, in the engine's own process, whatever client asked for it.
+vLLM's block hashes know an adapter's name and path. ``load_inplace`` keeps both and replaces the weights, and a file
+may change between two loads of one path, so with prefix caching a prompt seen before would be answered from the old
+adapter's KV. Here every replacement gives the adapter a new generation in the hash, in the engine's own process,
+whatever client asked for it: a load in place, a removal, and an adapter sent by `weight_sync`. Requests that wait
+meanwhile are hashed again; those that run keep the blocks they have.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import wraps
 from typing import Any
 
-generations: Counter[int] = Counter()
-"""Loads in place so far, by ``lora_int_id``."""
+Name = tuple[str, str]
+"""What vLLM's hashes know of an adapter: its name and path."""
+generations: Counter[Name] = Counter()
+"""Replacements so far."""
+hashed: defaultdict[int, set[Name]] = defaultdict(set)
+"""What blocks were hashed by since the last replacement, by ``lora_int_id``."""
+NOTED = "_beam_moe_generation"
+"""On a request: the generation that its block hashes are of."""
+
+
+def _name(lora: Any) -> Name:
+    return lora.lora_name, lora.lora_path
+
+
+def rehash(request: Any) -> None:
+    """Compute the block hashes of a request that holds no blocks yet again, where its adapter has been replaced."""
+    lora = request.lora_request
+    stale = lora is not None and getattr(request, NOTED, 0) != generations[_name(lora)]
+    if stale and request.num_computed_tokens == 0 and request.block_hashes:
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def replaced(core: Any, number: int) -> None:
+    """Adapter ``number`` of an ``EngineCore`` has other weights from here on."""
+    generations.update(hashed.pop(number, ()))
+    for request in getattr(core.scheduler, "requests", {}).values():
+        rehash(request)
 
 
 def tell_generations_apart() -> None:
-    """Wrap the engine's loading of adapters and its hashing of blocks. Re-entrant."""
+    """Wrap the engine's ways to replace an adapter, its taking of requests and its hashing of blocks. Re-entrant."""
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
 
-    add_lora, hash_keys = EngineCore.add_lora, kv_cache_utils._gen_lora_extra_hash_keys
+    add_lora, remove_lora, rpc = EngineCore.add_lora, EngineCore.remove_lora, EngineCore.collective_rpc
+    add_request, hash_keys = EngineCore.add_request, kv_cache_utils._gen_lora_extra_hash_keys
     if getattr(hash_keys, "__beam_moe__", False):
         return
 
     @wraps(add_lora)
-    def counted(self: Any, lora_request: Any) -> bool:
+    def adding(self: Any, lora_request: Any) -> bool:
         result = add_lora(self, lora_request)
         if lora_request.load_inplace:
-            generations[lora_request.lora_int_id] += 1
+            replaced(self, lora_request.lora_int_id)
         return result
+
+    @wraps(remove_lora)
+    def removing(self: Any, lora_id: int) -> bool:
+        result = remove_lora(self, lora_id)
+        replaced(self, lora_id)
+        return result
+
+    @wraps(rpc)
+    def calling(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        result = rpc(self, method, timeout, args, kwargs)
+        if method == "beam_moe_load_adapter":
+            number = args[1] if len(args) > 1 else (kwargs or {})["number"]
+            replaced(self, number)
+        return result
+
+    @wraps(add_request)
+    def taking(self: Any, request: Any, request_wave: int = 0) -> None:
+        rehash(request)  # hashed by another thread, maybe before the adapter was replaced
+        add_request(self, request, request_wave)
 
     @wraps(hash_keys)
     def keys(request: Any) -> list[tuple[str, str, str]]:
         lora = request.lora_request
         if lora is None:
             return hash_keys(request)
+        hashed[lora.lora_int_id].add(_name(lora))
+        setattr(request, NOTED, generations[_name(lora)])
         # a request that itself loads in place may bring other weights every time: it shares blocks with no other
-        version = request.request_id if lora.load_inplace else generations[lora.lora_int_id]
+        version = request.request_id if lora.load_inplace else generations[_name(lora)]
         return [(kind, name, f"{path}#{version}" if version else path) for kind, name, path in hash_keys(request)]
 
     keys.__beam_moe__ = True  # type: ignore[attr-defined]
-    EngineCore.add_lora = counted  # type: ignore[method-assign]
+    EngineCore.add_lora, EngineCore.remove_lora = adding, removing  # type: ignore[method-assign]
+    EngineCore.collective_rpc, EngineCore.add_request = calling, taking  # type: ignore[method-assign]
     kv_cache_utils._gen_lora_extra_hash_keys = keys

@@ -58,8 +58,9 @@ class WeightSync:
         return len(staged[key])
 
     def beam_moe_discard(self, key: str) -> None:
-        """Forget what was staged under ``key``."""
-        self.__dict__.get("_beam_moe_staged", {}).pop(key, None)
+        """Forget what was staged or prepared under ``key``."""
+        for kept in ("_beam_moe_staged", "_beam_moe_prepared"):
+            self.__dict__.get(kept, {}).pop(key, None)
 
     def _staged(self, key: str) -> dict[str, torch.Tensor]:
         staged = self.__dict__.get("_beam_moe_staged", {}).pop(key, None)
@@ -67,8 +68,27 @@ class WeightSync:
             raise ValueError(f"weight sync: nothing was staged under {key!r}")
         return staged
 
+    def _lora_manager(self) -> Any:
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if manager is None:
+            raise ValueError("weight sync: the engine runs without LoRA (enable_lora)")
+        return manager
+
+    def beam_moe_prepare_adapter(self, key: str, number: int, config: dict[str, Any]) -> list[str]:
+        """Check the staged tensors as adapter ``number`` and keep them ready for `beam_moe_load_adapter`.
+
+        Nothing that is loaded changes: called on every rank first, an adapter that one rank refuses reaches none.
+
+        Args, returns, raises: as `beam_moe_load_adapter`.
+        """
+        lora = read_adapter(self._lora_manager(), number, self._staged(key), config)
+        self.__dict__.setdefault("_beam_moe_prepared", {})[key] = lora
+        return sorted(lora.loras)
+
     def beam_moe_load_adapter(self, key: str, number: int, config: dict[str, Any]) -> list[str]:
         """Make the staged tensors adapter ``number``, in place of a loaded one; the modules it changes on this rank.
+
+        A rank of which the adapter changes nothing, as a pipeline stage may be, takes it too: requests name it there.
 
         Args:
             key: of `beam_moe_stage`.
@@ -78,27 +98,37 @@ class WeightSync:
         Raises:
             ValueError: an adapter that does not fit; the one loaded before stays.
         """
-        manager = getattr(self.model_runner, "lora_manager", None)
-        if manager is None:
-            raise ValueError("weight sync: the engine runs without LoRA (enable_lora)")
-        return load_adapter(manager, number, self._staged(key), config)
+        prepared = self.__dict__.get("_beam_moe_prepared", {}).pop(key, None)
+        manager = self._lora_manager()
+        if prepared is None or prepared.id != number:
+            prepared = read_adapter(manager, number, self._staged(key), config)
+        changed = sorted(prepared.loras)
+        put_adapter(manager, prepared)
+        return changed
 
     def beam_moe_update_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> list[str]:
         """Replace base weights by the staged ones (checkpoint names), keep loaded adapters, check routers.
 
         Args:
-            key: of `beam_moe_stage`.
+            key: of `beam_moe_stage`; plain checkpoint names or PEFT's with ``base_layer``.
             routers: from `declare_routers` of the sender.
 
         Returns:
             names of the routers whose bits were compared in this rank's parameters.
 
         Raises:
-            ValueError: a router among the tensors that was not declared, is not fp32 or has other bits: before anything
-                is loaded; or that has other bits in the engine afterwards.
+            ValueError: a weight or a router of this rank that did not come; a router that was not declared, is not fp32
+                or has other bits: before anything is loaded; or that has other bits in the engine afterwards.
         """
-        tensors = self._staged(key)
-        undeclared = [n for n in tensors if is_router(n) and n not in routers]
+        model = self.model_runner.get_model()
+        tensors = {plain_name(n): t for n, t in self._staged(key).items()}
+        routers = {plain_name(n): d for n, d in routers.items()}
+        absent = missing(model, tensors)
+        if absent:
+            more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
+            raise ValueError(f"weight sync: the engine kept old weights: {', '.join(absent[:4])}{more} did not come")
+        ours = {n for n in (*tensors, *router_parameters(model)) if is_router(n)}
+        undeclared = sorted(n for n in ours if n not in routers)
         if undeclared:
             raise ValueError(f"router sync: {', '.join(undeclared)} came without a declaration")
         check_routers(routers, {n: t for n, t in tensors.items() if is_router(n)}, "arrived")
@@ -106,7 +136,6 @@ class WeightSync:
         inner = None if manager is None else manager._adapter_manager
         adapters = {} if inner is None else dict(inner._registered_adapters.cache)
         active = [] if inner is None else [i for i in inner.lora_index_to_id if i is not None]
-        model = self.model_runner.get_model()
         with nothing_left_behind():
             self.reload_weights(weights_iterator=checkpoint_names(model, tensors))  # type: ignore[attr-defined]
         # vLLM forgets its adapters on a reload; their factors are whole in host memory
@@ -119,6 +148,7 @@ class WeightSync:
 
     def beam_moe_check_routers(self, routers: dict[str, dict[str, Any]]) -> list[str]:
         """Compare this rank's router parameters with the sender's declaration; the names compared."""
+        routers = {plain_name(n): d for n, d in routers.items()}
         return check_routers(routers, router_parameters(self.model_runner.get_model()), "in the engine")
 
     def beam_moe_report(self) -> dict[str, Any]:
@@ -131,8 +161,13 @@ class WeightSync:
 EXPERT = re.compile(r"(\.experts\.\d+\.[a-z]+_proj)\.weight")
 
 
+def plain_name(name: str) -> str:
+    """A checkpoint's name of what PEFT may call ``base_model.model.model.layers.0...base_layer.weight``."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
 def checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by the names that ``model``'s loader takes, from plain checkpoint names or PEFT's with ``base_layer``.
+    """Tensors of plain checkpoint names by the names that ``model``'s loader takes.
 
     Once LoRA wraps an MoE layer, vLLM's loader knows its experts only as ``experts.0.gate_proj.base_layer.weight`` and
     passes over any other name without an error.
@@ -141,8 +176,35 @@ def checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterato
 
     wrapped = any(m.routed_experts.lora_base_layer_prefix for m in model.modules() if isinstance(m, MoERunner))
     for name, tensor in tensors.items():
-        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        yield EXPERT.sub(r"\1.base_layer.weight", plain) if wrapped else plain, tensor
+        yield EXPERT.sub(r"\1.base_layer.weight", name) if wrapped else name, tensor
+
+
+def missing(model: Any, names: Iterable[str]) -> list[str]:
+    """What this rank's part of ``model`` holds weights of and ``names``, plain checkpoint names, do not, sorted.
+
+    vLLM joins projections and experts into one parameter and counts it as loaded with the first of them: the others
+    would then be whatever lay in its memory.
+    """
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    came = list(names) if mapper is None else mapper.get_rename_mapper().apply_list(list(names))
+    modules = {n.rpartition(".")[0] for n in came}
+    packed = getattr(model, "packed_modules_mapping", {})
+    absent = set()
+    for full, _ in model.named_parameters():
+        module, _, parameter = plain_name(full).rpartition(".")
+        parent, dot, last = module.rpartition(".")
+        if parameter == "weight" and module not in modules:
+            absent |= {f"{parent}{dot}{part}" for part in packed.get(last, [last])} - modules
+    for runner in (m for m in model.modules() if isinstance(m, MoERunner)):
+        layer, experts = runner.layer_name, runner.routed_experts
+        if any(n.startswith(f"{layer}.") and not n[len(layer) + 1 :].split(".")[0].isdigit() for n in came):
+            continue  # all experts in one tensor
+        parts = (experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name, experts.ckpt_down_proj_name)
+        numbers = range(runner.moe_config.num_logical_experts)
+        absent |= {f"{layer}.{i}.{part}" for i in numbers for part in filter(None, parts)} - modules
+    return sorted(absent)
 
 
 @contextmanager
@@ -171,13 +233,15 @@ def nothing_left_behind() -> Iterator[None]:
 
 def router_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A model's router parameters by checkpoint name, whether or not LoRA wraps them."""
-    return {
-        n.replace(".base_layer", ""): p for n, p in model.named_parameters() if is_router(n.replace(".base_layer", ""))
-    }
+    return {plain_name(n): p for n, p in model.named_parameters() if is_router(plain_name(n))}
 
 
-def load_adapter(manager: Any, number: int, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> list[str]:
-    """As vLLM's worker loads an adapter from a folder, from tensors that become the adapter's own."""
+def read_adapter(manager: Any, number: int, tensors: Mapping[str, torch.Tensor], config: dict[str, Any]) -> Any:
+    """As vLLM's worker reads an adapter from a folder, from tensors that become the adapter's own: its ``LoRAModel``.
+
+    Raises:
+        ValueError: an adapter that does not fit, naming the module.
+    """
     from vllm.lora.lora_model import _is_remote_expert_key
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -188,10 +252,16 @@ def load_adapter(manager: Any, number: int, tensors: Mapping[str, torch.Tensor],
     helper.validate_legal(manager.lora_config)
     mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
     spec = inner.moe_ep_load_spec
-    own = {n: t for n, t in tensors.items() if spec is None or not _is_remote_expert_key(n, spec)}
+
+    def elsewhere(name: str) -> bool:
+        """Whether another rank has this expert; one that no rank has stays, to be refused."""
+        if spec is None or not _is_remote_expert_key(name, spec):
+            return False
+        return int(name.split(".experts.", 1)[1].split(".", 1)[0]) < spec.global_num_experts
+
     lora = manager._lora_model_cls.from_lora_tensors(
         lora_model_id=number,
-        tensors=own,
+        tensors={n: t for n, t in tensors.items() if not elsewhere(n)},
         peft_helper=helper,
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
@@ -199,19 +269,20 @@ def load_adapter(manager: Any, number: int, tensors: Mapping[str, torch.Tensor],
         weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
         skip_prefixes=getattr(inner.model, "lora_skip_prefixes", None),
     )
-    inner._validate_moe_lora_format(lora)  # before the loaded one goes
+    inner._validate_moe_lora_format(lora)
     if not inner.supports_mm:  # whose adapters may leave out the language model's prefix
         refuse_leftovers(inner, lora)
-    changed = sorted(lora.loras)
-    if not changed:
-        manager.remove_adapter(number)
-        return []
-    inner.remove_adapter(number)
+    return lora
+
+
+def put_adapter(manager: Any, lora: Any) -> None:
+    """Load a ``LoRAModel`` as vLLM's worker does, in place of one of the same number."""
+    inner = manager._adapter_manager
+    inner.remove_adapter(lora.id)
     if len(inner) + 1 > inner.capacity:
         inner.remove_oldest_adapter()
     inner.add_adapter(lora)
-    inner.activate_adapter(number)
-    return changed
+    inner.activate_adapter(lora.id)
 
 
 # --- at the caller
@@ -247,11 +318,14 @@ class AdapterSync:
         yield "beam_moe_discard", (key,)
         for piece in pieces(tensors):
             yield "beam_moe_stage", (key, piece)
+        yield "beam_moe_prepare_adapter", (key, self.number, config)
         yield "beam_moe_load_adapter", (key, self.number, config)
 
-    def _finish(self, results: list[list[str]]) -> Any:
-        if not any(results):
+    def _check(self, method: str, results: list[Any]) -> None:
+        if method == "beam_moe_prepare_adapter" and not any(results):
             raise ValueError(f"AdapterSync: {self.name} changes no module on any rank")
+
+    def _finish(self) -> Any:
         self.generation += 1
         return self.request
 
@@ -263,24 +337,23 @@ class AdapterSync:
             tensors: PEFT names and tensors, a mapping or pairs, in any layout that `adapters` knows; left as they are.
             config: as in ``adapter_config.json``: ``r``, ``lora_alpha``, ...
         """
-        results: list[list[str]] = []
         for method, args in self._calls(tensors, config):
-            results = llm.collective_rpc(method, args=args)
-        return self._finish(results)
+            self._check(method, llm.collective_rpc(method, args=args))
+        return self._finish()
 
     async def update_async(self, engine: Any, tensors: Any, config: dict[str, Any]) -> Any:
         """`update` for an ``AsyncLLM``."""
-        results: list[list[str]] = []
         for method, args in self._calls(tensors, config):
-            results = await engine.collective_rpc(method, args=args)
-        return self._finish(results)
+            self._check(method, await engine.collective_rpc(method, args=args))
+        return self._finish()
 
 
 def _weight_calls(
     tensors: Any, routers: dict[str, Any] | None
 ) -> tuple[list[tuple[str, tuple[Any, ...]]], dict[str, Any]]:
-    named = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
-    stated = declare_routers(named) if routers is None else routers
+    items = tensors.items() if isinstance(tensors, Mapping) else tensors
+    named = [(plain_name(n), t) for n, t in items]
+    stated = declare_routers(named) if routers is None else {plain_name(n): d for n, d in routers.items()}
     calls: list[tuple[str, tuple[Any, ...]]] = [("beam_moe_discard", ("weights",))]
     calls += [("beam_moe_stage", ("weights", piece)) for piece in pieces(named)]
     return [*calls, ("beam_moe_update_weights", ("weights", stated))], stated
@@ -297,12 +370,13 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
 
     Args:
         llm: an ``LLM``.
-        tensors: the whole checkpoint, checkpoint names; left as they are.
+        tensors: the whole checkpoint, plain checkpoint names or PEFT's with ``base_layer``; left as they are.
         routers: `declare_routers` of the trainer's own tensors. Without it the tensors given here are declared, which
             proves only that nothing was lost from here on.
 
     Raises:
-        ValueError: a router that was not fp32, came with other bits, or that no rank has; a prefix cache that stays.
+        ValueError: a weight or a router that did not come; a router that was not declared, not fp32, came with other
+            bits, or that no rank has; a prefix cache that stays.
     """
     calls, stated = _weight_calls(tensors, routers)
     results: list[list[str]] = []

@@ -76,7 +76,9 @@ QWEN = {
 def write_config(folder: Path, base: dict = BEAM, **changes) -> str:
     """A model folder with a configuration alone; weights are dummies."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**base, **changes}))
+    whole = folder / f"config.{os.getpid()}"  # every rank writes it, while another may be reading
+    whole.write_text(json.dumps({**base, **changes}))
+    whole.replace(folder / "config.json")
     return str(folder)
 
 
@@ -393,6 +395,46 @@ def task_load(folder: Path, tp: int, pp: int, layout: str, shared: bool = False,
         }
 
 
+def task_part(folder: Path, tp: int, pp: int, keep: str, extra: str = "", **options) -> dict:
+    """An adapter of which a rank may have no module, from a folder and from memory, then a request for the latter.
+
+    Args:
+        keep: a pattern of the tensors that the adapter has.
+        extra: a module that it has besides, of a name no rank may know.
+    """
+    import re
+    from types import SimpleNamespace
+
+    from safetensors.torch import load_file, save, save_file
+
+    from beam_moe.integrations.vllm.weight_sync import WeightSync
+
+    path = write_adapter(folder / f"adapter_{os.getpid()}", "per_expert")
+    file = Path(path) / "adapter_model.safetensors"
+    tensors = {n: t for n, t in load_file(file).items() if re.search(keep, n)}
+    if extra:
+        tensors |= {f"{extra}.lora_A.weight": torch.ones(R, H), f"{extra}.lora_B.weight": torch.ones(I, R)}
+    save_file(tensors, file)
+    with built(engine_config(write_config(folder / "model"), tp, pp, **options)) as (model, manager):
+        worker = WeightSync()
+        worker.model_runner = SimpleNamespace(lora_manager=manager, get_model=lambda: model)
+        worker.beam_moe_stage("key", save(tensors))
+        try:
+            names = worker.beam_moe_prepare_adapter("key", 2, {"r": R, "lora_alpha": 2 * R})
+            worker.beam_moe_load_adapter("key", 2, {"r": R, "lora_alpha": 2 * R})
+            taken = manager.add_adapter(request("/in/memory/only", 2))
+            manager.add_adapter(request(path, 1))
+        except ValueError as error:
+            return {"error": str(error)}
+        inner = manager._adapter_manager
+        sums = []
+        for number in (1, 2):
+            slot = inner.lora_index_to_id.index(number)
+            stacks = [experts_stacks(model, n, slot) for n in own_layers(model) if n >= DENSE]
+            sums.append(sum(float(t.abs().sum()) for s in stacks for t in s.values()))
+        return {"modules": len(names), "taken": taken, "active": sorted(inner.lora_index_to_id), "sums": sums}
+
+
 def task_replay(folder: Path, tp: int, pp: int, sparse_from: int) -> dict:
     """Record known ids on every stage, hand them on as the workers do, and return what the last stage holds."""
     from vllm.distributed import get_pp_group
@@ -486,7 +528,7 @@ def task_memory(folder: Path, tp: int, pp: int, rank: int, **options) -> dict:
 
 
 KEY = "beam_moe_routed_experts"
-TASKS = {"load": task_load, "replay": task_replay, "memory": task_memory}
+TASKS = {"load": task_load, "part": task_part, "replay": task_replay, "memory": task_memory}
 
 
 def main() -> None:

@@ -6,11 +6,14 @@ import torch
 from beam_moe.kernels.router import grouped_topk_reference
 
 LIMIT = 2e-3  # fp16 rounding of values around one
+EXPERTS = "base_model.model.model.layers.2.mlp.experts"
 TP2 = [
     *({"task": "load", "layout": layout} for layout in ("per_expert", "flat", "packed", "shared")),
     {"task": "load", "layout": "shared", "shared": True},
     {"task": "load", "layout": "per_expert", "enable_expert_parallel": True},
     {"task": "load", "layout": "flat", "enable_expert_parallel": True},
+    {"task": "part", "keep": r"experts\.[0-3]\.", "enable_expert_parallel": True},
+    {"task": "part", "keep": "", "extra": f"{EXPERTS}.9.gate_proj", "enable_expert_parallel": True},
 ]
 PP2 = [
     {"task": "load", "layout": "per_expert"},
@@ -18,6 +21,7 @@ PP2 = [
     {"task": "load", "layout": "per_expert", "fixed": False},
     {"task": "replay", "sparse_from": 0},
     {"task": "replay", "sparse_from": 2},
+    {"task": "part", "keep": r"layers\.[23]\."},
 ]
 
 
@@ -42,6 +46,8 @@ def test_layouts_at_tensor_parallel_2(tp2):
     """Per-expert, flat 3-D without a word in the request, packed, shared-outer; the same under expert parallelism."""
     for rank, results in enumerate(tp2):
         for task, result in zip(TP2, results):
+            if task["task"] != "load":
+                continue
             assert "error" not in result, (rank, task, result)
             assert result["layers"] == [0, 1, 2, 3]
             assert len(result["differences"]) == 2 and max(result["differences"]) < LIMIT, (rank, task, result)
@@ -61,6 +67,19 @@ def test_pure_pipeline_stages(pp2):
         assert first[loaded]["routed"] == [] and second[loaded]["routed"] == [routed(2), routed(3)]
         assert min(first[loaded]["attention"] + second[loaded]["attention"]) > 0
     assert "expected target modules" in first[2]["error"] and "expected target modules" in second[2]["error"]
+
+
+def test_a_rank_without_a_module_of_an_adapter(tp2, pp2):
+    """A stage or an expert-parallel rank takes an adapter of which it has nothing, and requests for it."""
+    for some, none in ((tp2[0][7], tp2[1][7]), (pp2[1][5], pp2[0][5])):
+        assert some["modules"] > 0 and some["sums"][0] == some["sums"][1] > 0, some
+        assert none["modules"] == 0 and none["sums"] == [0, 0], none
+        assert some["taken"] and none["taken"] and some["active"] == none["active"] == [1, 2]
+
+
+def test_an_expert_that_no_rank_has(tp2):
+    """Each rank would take it for another rank's."""
+    assert all("no layer takes its model.layers.2.mlp.experts.9.gate_proj" in r[8]["error"] for r in tp2), tp2
 
 
 def test_routed_experts_of_both_stages(pp2):

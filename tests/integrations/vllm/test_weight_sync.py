@@ -121,6 +121,192 @@ def test_a_bad_adapter_leaves_the_loaded_one(harness, engine, broken, message):
     assert difference(harness, engine, 0) < LIMIT and sync.generation == 1
 
 
+def put(tensors, name, a, b):
+    """``tensors`` with a module's factors of these shapes, None for an absent one."""
+    for factor, shape in (("A", a), ("B", b)):
+        tensors.pop(f"{name}.lora_{factor}.weight", None)
+        if shape is not None:
+            tensors[f"{name}.lora_{factor}.weight"] = torch.ones(shape)
+
+
+EXPERTS = "model.layers.2.mlp.experts"
+Q, O = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
+
+
+@pytest.mark.parametrize(
+    "module, a, b, message",
+    [
+        (f"{EXPERTS}.9.gate_proj", (4, 64), (32, 4), "no layer takes"),
+        (f"{EXPERTS}.0.gate_up_proj", (4, 64), (64, 4), "no layer takes"),
+        (f"{EXPERTS}.w4", (8, 4, 64), (8, 32, 4), "no layer takes"),
+        (f"{EXPERTS}.0.gate_proj", (4, 64), (32, 2), "lora_A has rank 4, lora_B 2"),
+        (f"{EXPERTS}.0.gate_proj", (4, 64), None, "only one of"),
+        (f"{EXPERTS}.0.down_proj", (2, 32), (64, 2), "different ranks"),
+        (f"{EXPERTS}.0.down_proj", (4, 16), (64, 4), "different widths"),
+        (Q, (16, 64), (64, 16), "rank 16, more than max_lora_rank=8"),
+        (Q, (4, 64), (64, 2), r"\(r, 64\) and \(64, r\), got \(4, 64\) and \(64, 2\)"),
+        (Q, (4, 32), (64, 4), r"\(r, 64\) and \(64, r\)"),
+        (Q, (4, 64), (32, 4), r"\(r, 64\) and \(64, r\)"),
+        (O, (4, 32), (64, 4), r"\(r, 64\) and \(64, r\)"),
+        (Q, None, (64, 4), "only one of"),
+        (Q, (4, 64), None, "only one of"),
+    ],
+)
+def test_what_would_not_be_applied_whole_is_refused_by_name(harness, engine, tmp_path, module, a, b, message):
+    """From memory and from a folder, before the loaded one goes: vLLM drops it, cuts it down or fails half-way."""
+    from safetensors.torch import save_file
+
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    sync = AdapterSync("policy", 1)
+    sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+    tensors = harness.adapter_tensors("per_expert", seed=1)
+    put(tensors, f"base_model.model.{module}", a, b)
+    with pytest.raises(ValueError, match=message) as refused:
+        sync.update(engine.llm, tensors, CONFIG)
+    assert module.rsplit(".", 2)[0] in str(refused.value)
+    path = harness.write_adapter(tmp_path / "a", "none")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, f"{path}/adapter_model.safetensors")
+    with pytest.raises(ValueError, match=message if "no layer" not in message else "expected target modules"):
+        engine.manager.add_adapter(harness.request(path, 1, load_inplace=True))
+    assert difference(harness, engine, 0) < LIMIT and sync.generation == 1
+
+
+def test_experts_rank_above_the_engines(harness, engine):
+    """Its configuration may understate it."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    sync = AdapterSync("policy", 1)
+    sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+    for layout in ("per_expert", "flat", "shared", "packed"):
+        with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.w\d has rank 16, more than max_lora_rank=8"):
+            sync.update(engine.llm, harness.adapter_tensors(layout, rank=16, attention=False, dense=False), CONFIG)
+    assert difference(harness, engine, 0) < LIMIT
+
+
+def test_ranks_that_differ_between_modules(harness, engine):
+    """rank_pattern: each module its own rank and scaling, the bank the largest of its experts'."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    tensors = harness.adapter_tensors("per_expert", seed=0)
+    for e in range(harness.E):
+        put(tensors, f"base_model.model.{EXPERTS}.{e}.down_proj", (8, harness.I), (harness.H, 8))
+    config = {**CONFIG, "rank_pattern": {r"layers\.2\.mlp\.experts\.\d+\.down_proj": 8}}
+    AdapterSync("policy", 1).update(engine.llm, tensors, config)
+    stacks, want = harness.experts_stacks(engine.model, 2, 0), harness.expected_stacks(2, 1, 0, False)
+    gate = {k: want[k] for k in ("w1.a", "w1.b", "w3.a", "w3.b")}
+    assert harness.largest_difference({k: stacks[k] for k in gate}, gate) < LIMIT
+    assert bool((stacks["w2.a"] == 1).all()) and bool((stacks["w2.b"] == 1).all()), "alpha / 8 is 1"
+    experts = engine.model.moe_layers[0].routed_experts.quant_method.moe_kernel.impl.fused_experts
+    assert experts.ranks[0] == 8
+
+
+def test_an_adapter_that_one_rank_refuses_reaches_none(harness, engine):
+    """Otherwise some ranks would serve the new version under the name of the old one."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    class Refusing:
+        def __getattr__(self, method):
+            def call(*args):
+                if method == "beam_moe_prepare_adapter":
+                    raise ValueError("this rank refuses")
+
+            return call
+
+    sync = AdapterSync("policy", 1)
+    sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+    two = Engine(engine.llm.workers[0], Refusing())
+    with pytest.raises(ValueError, match="this rank refuses"):
+        sync.update(two, harness.adapter_tensors("per_expert", seed=1), CONFIG)
+    assert difference(harness, engine, 0) < LIMIT
+    sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=2), CONFIG)
+    assert difference(harness, engine, 2) < LIMIT, "what was prepared before must be gone"
+
+
+# --- KV of old weights
+
+
+@pytest.fixture
+def core(fake_hopper, monkeypatch):
+    """vLLM's engine core as far as adapters and requests are concerned, under our wraps; ``core.request(id, lora)``."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+
+    from beam_moe.integrations.vllm import kv_reuse
+
+    kv_reuse.tell_generations_apart()
+    kv_cache_utils.init_none_hash(sha256)
+    monkeypatch.setattr(kv_reuse, "generations", type(kv_reuse.generations)())
+    monkeypatch.setattr(kv_reuse, "hashed", type(kv_reuse.hashed)(set))
+    core = object.__new__(EngineCore)
+    executor = {"add_lora": lambda r: True, "remove_lora": lambda i: True, "collective_rpc": lambda *a: [[]]}
+    core.model_executor = SimpleNamespace(**executor, supported_tasks=("generate",))
+    requests = {}
+    core.scheduler = SimpleNamespace(requests=requests, add_request=lambda r: requests.setdefault(r.request_id, r))
+    hasher = kv_cache_utils.get_request_block_hasher(4, sha256)
+
+    def request(name, lora):
+        params = SamplingParams(max_tokens=4)
+        return Request(name, list(range(12)), params, None, lora_request=lora, block_hasher=hasher)
+
+    core.request = request
+    return core
+
+
+def lora_request(path="/a", number=1, **options):
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", number, path, **options)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda core: core.add_lora(lora_request(load_inplace=True)),
+        lambda core: core.add_lora(lora_request("/b", load_inplace=True)),
+        lambda core: core.remove_lora(1),
+        lambda core: core.collective_rpc("beam_moe_load_adapter", args=("adapter/1", 1, {})),
+        lambda core: core.collective_rpc("beam_moe_load_adapter", kwargs={"key": "k", "number": 1, "config": {}}),
+    ],
+    ids=["in place", "in place, another path", "removed", "from memory", "from memory, by name"],
+)
+def test_a_replaced_adapter_shares_no_block_with_the_one_before(core, replace):
+    """Requests before and after, one that waits meanwhile, one on its way into the engine, and one that runs."""
+    before, again = core.request("a", lora_request()), core.request("b", lora_request())
+    assert before.block_hashes == again.block_hashes and len(before.block_hashes) == 3
+    other, bare = core.request("o", lora_request(number=2, path="/other")), core.request("n", None)
+    waiting, running, coming = (core.request(name, lora_request()) for name in "wrc")
+    running.num_computed_tokens = 4
+    core.add_request(waiting)
+    core.add_request(running)
+    replace(core)
+    core.add_request(coming)
+    after = core.request("d", lora_request())
+    assert not set(after.block_hashes) & set(before.block_hashes)
+    assert after.block_hashes == waiting.block_hashes == coming.block_hashes
+    assert running.block_hashes == before.block_hashes
+    assert core.request("p", lora_request(number=2, path="/other")).block_hashes == other.block_hashes
+    assert core.request("m", None).block_hashes == bare.block_hashes
+    # vLLM's server gives an adapter that is loaded again another number
+    assert not set(core.request("e", lora_request(number=7)).block_hashes) & set(before.block_hashes)
+
+
+def test_requests_that_load_in_place_share_no_block(core):
+    first, second = (core.request(name, lora_request(load_inplace=True)) for name in "ab")
+    assert not set(first.block_hashes) & set(second.block_hashes)
+
+
+def test_other_calls_keep_blocks(core):
+    before = core.request("a", lora_request())
+    core.add_lora(lora_request())
+    core.collective_rpc("beam_moe_report")
+    core.add_lora(lora_request(number=2, load_inplace=True))
+    assert core.request("b", lora_request()).block_hashes == before.block_hashes
+
+
 def test_large_adapters_come_in_pieces(harness):
     from safetensors.torch import load
 
@@ -235,6 +421,52 @@ def test_rounded_routers_are_refused_by_name(harness, engine):
     engine.llm.resettable = False
     with pytest.raises(ValueError, match="prefix cache"):
         sync_weights(engine.llm, state, declared)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "model.layers.2.mlp.experts.3.gate_proj",
+        "model.layers.0.self_attn.k_proj",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.1.self_attn.o_proj",
+        "model.norm",
+        "lm_head",
+    ],
+)
+def test_a_part_of_a_weight_that_did_not_come_is_named(harness, engine, lost):
+    """vLLM counts joined projections and experts as loaded with the first of them; the rest would be junk."""
+    from beam_moe.integrations.vllm.weight_sync import sync_weights
+
+    state = checkpoint(harness)
+    before = {n: p.clone() for n, p in engine.model.named_parameters()}
+    with pytest.raises(ValueError, match=rf"kept old weights: {lost} did not come"):
+        sync_weights(engine.llm, {k: v for k, v in state.items() if not k.startswith(f"{lost}.")})
+    assert all(torch.equal(before[n], p) for n, p in engine.model.named_parameters()), "nothing may be loaded"
+
+
+def test_a_router_that_nobody_declared(harness, engine):
+    """Neither sent nor declared: it would keep its old value unseen where vLLM does not tell (a quantised base)."""
+    from beam_moe.integrations.vllm.weight_sync import sync_weights
+
+    state = checkpoint(harness)
+    name = "model.layers.3.mlp.gate.e_score_correction_bias"
+    with pytest.raises(ValueError, match=rf"{name} came without a declaration"):
+        sync_weights(engine.llm, {k: v for k, v in state.items() if k != name})
+
+
+def test_routers_by_pefts_names_are_checked(harness, engine):
+    """``base_layer`` in a router's name must not carry it past the comparison."""
+    from beam_moe.integrations.vllm.weight_sync import sync_weights
+
+    state = checkpoint(harness)
+    name = "model.layers.2.mlp.gate.weight"
+    peft = {f"base_model.model.{k}".replace("gate.weight", "gate.base_layer.weight"): v for k, v in state.items()}
+    sync_weights(engine.llm, peft)
+    assert torch.equal(engine.model.model.layers[2].mlp.gate.base_layer.weight, state[name])
+    peft["base_model.model.model.layers.2.mlp.gate.base_layer.weight"] = state[name].bfloat16()
+    with pytest.raises(ValueError, match=rf"{name} was declared bfloat16"):
+        sync_weights(engine.llm, peft)
 
 
 def test_a_router_that_no_rank_has(harness, engine):
