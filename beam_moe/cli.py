@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import urllib.request
 from pathlib import Path
@@ -79,7 +80,12 @@ def kernels(model: str, tp: int, ep: int, device: str | None) -> list[list[Any]]
     sparse = sum(config.sparse)
     rows: list[list[Any]] = []
     if sparse < config.num_layers:
-        rows.append([f"{config.num_layers - sparse} dense", "vLLM's linear layers, adapters by its LoRA kernels", None])
+        few = env.number("VLLM_LINEAR_LORA")
+        beam = few > 0 and (raw.get("architectures") or ["?"])[0] == env.BEAM
+        adapters = f"ours up to {few} tokens, vLLM's above" if beam else "vLLM's"
+        rows.append(
+            [f"{config.num_layers - sparse} dense", f"vLLM's linear layers, adapters' kernels {adapters}", None]
+        )
     what = f"{sparse} sparse: {shard.num_experts} experts, H {shard.hidden}, I {shard.intermediate}, top-{shard.top_k}"
     reason = why_not((raw.get("architectures") or ["?"])[0], raw)
     if reason is not None:
@@ -90,21 +96,45 @@ def kernels(model: str, tp: int, ep: int, device: str | None) -> list[list[Any]]
         "hidden": shard.hidden,
         "intermediate": shard.intermediate,
     }
-    tuned = lookup(device, "moe_lora", 16, **shape) is not None
+    table = "moe_lora_mxfp8" if stored_as(raw) == "mxfp8" else "moe_lora"
+    tuned = lookup(device, table, 16, **shape) is not None
     return [
         *rows,
         [what, "beam_moe.kernels.moe_lora", "tuned table" if tuned else "launched by heuristic: no tuned entry"],
     ]
 
 
+def stored_as(raw: dict[str, Any]) -> str | None:
+    """How a checkpoint's experts are quantised, from its configuration: ``mxfp8`` in either of the tools' forms that
+    our kernel reads, else the tool's own name; None for plain weights."""
+    stored = raw.get("quantization_config") or {}
+    method = stored.get("quant_method")
+    inner = stored.get("quantization") or {}
+    algorithm = str(stored.get("quant_algo") or inner.get("quant_algo") or "").upper()
+    groups = [g.get("weights") or {} for g in (stored.get("config_groups") or {}).values()]
+    form = {"num_bits": 8, "type": "float", "group_size": 32}
+    packed = bool(groups) and all(all(w.get(k) == v for k, v in form.items()) for w in groups)
+    if algorithm == "MXFP8" or (method == "compressed-tensors" and packed):
+        return "mxfp8"
+    return method
+
+
 def why_not(architecture: str, raw: dict[str, Any]) -> str | None:
     """Why vLLM's experts keep a model, from ``BEAM_MOE_VLLM`` and its configuration; None when ours take it."""
-    wanted = env.text("VLLM").strip()
-    names = {n.strip().lower() for n in wanted.split(",")}
-    if not ("all" in names or architecture.lower() in names or (architecture == "BeamForCausalLM" and "beam" in names)):
-        return f"BEAM_MOE_VLLM={wanted} does not name {architecture}"
-    quantised = (raw.get("quantization_config") or {}).get("quant_method")
-    return f"its checkpoint is quantised ({quantised})" if quantised else None
+    if not env.serves_in_vllm(architecture):
+        return f"BEAM_MOE_VLLM={env.text('VLLM').strip()} does not name {architecture}"
+    quantised = stored_as(raw)
+    if quantised is None or (quantised == "mxfp8" and architecture == env.BEAM):
+        return None
+    return f"its checkpoint is quantised ({quantised})"
+
+
+def filtered() -> str | None:
+    """Why vLLM does not load the plugin at all, None when it does."""
+    names = os.environ.get("VLLM_PLUGINS")
+    if names is None or "beam_moe" in names.split(","):
+        return None
+    return f"VLLM_PLUGINS={names} leaves out beam_moe"
 
 
 def ask(url: str) -> list[dict[str, Any]]:
@@ -136,7 +166,8 @@ def doctor(
 
     from beam_moe.integrations.vllm import seams
 
-    problems = seams.check()
+    left_out = filtered()
+    problems = seams.check() if left_out is None else [left_out]
     if problems:
         _table("vLLM plugin: inactive, vLLM keeps its own behaviour", ["why"], [[p] for p in problems])
     else:
@@ -155,9 +186,10 @@ def doctor(
             raise typer.BadParameter(f"doctor: no answer from {url!r}: {error}") from error
         for rank, worker in enumerate(workers):
             rows = [
-                [r["layer"], r["experts"], r["ours_up_to_tokens"], r["lora"], r["reason"]] for r in worker["layers"]
+                [r["layer"], r["experts"], r["ours_up_to_tokens"], r["lora"], r.get("router_up_to_tokens"), r["reason"]]
+                for r in worker["layers"]
             ]
-            _table(f"Worker {rank}", ["layer", "experts", "ours up to", "LoRA", "why not"], rows)
+            _table(f"Worker {rank}", ["layer", "experts", "ours up to", "LoRA", "router up to", "why not"], rows)
             _table(
                 "calls", ["path", "detail", "calls"], [[c["path"], c["detail"], c["calls"]] for c in worker["calls"]]
             )

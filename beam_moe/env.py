@@ -64,3 +64,18 @@ def number(name: str) -> int:
     if not value.isdigit():
         raise ValueError(f"env: {PREFIX}{name} must be an integer of at least 0, got {value!r}")
     return int(value)
+
+
+BEAM = "BeamForCausalLM"
+
+
+def vllm_models() -> frozenset[str]:
+    """Architectures that ``BEAM_MOE_VLLM`` names, in lower case: ``beam`` written out, ``all`` as it is, 0 and none
+    left out."""
+    names = {n.strip().lower() for n in text("VLLM").split(",")}
+    return frozenset(BEAM.lower() if n == "beam" else n for n in names - {"", "0", "none"})
+
+
+def serves_in_vllm(architecture: str | None) -> bool:
+    """Whether ``BEAM_MOE_VLLM`` asks for our experts under this architecture of vLLM's."""
+    return not vllm_models().isdisjoint({"all", (architecture or "").lower()})

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from beam_moe import cli
+from beam_moe import cli, env
 
 CONFIG = {
     "architectures": ["BeamForCausalLM"], "model_type": "beam", "hidden_size": 5120, "intermediate_size": 20480,
@@ -64,6 +64,54 @@ def test_environment_decides_for_other_models(monkeypatch):
     assert cli.why_not("Qwen3MoeForCausalLM", {}) is None
     monkeypatch.setenv("BEAM_MOE_VLLM", "0")
     assert "does not name" in cli.why_not("BeamForCausalLM", {})
+
+
+@pytest.mark.parametrize("value", ["beam", "BEAM", "BeamForCausalLM", "beamforcausallm", "beam,all", " Beam , x "])
+def test_every_way_to_name_beam(monkeypatch, value):
+    """The doctor and the plugin read one list."""
+    monkeypatch.setenv("BEAM_MOE_VLLM", value)
+    assert env.serves_in_vllm("BeamForCausalLM") and cli.why_not("BeamForCausalLM", {}) is None
+    assert env.serves_in_vllm("Qwen3MoeForCausalLM") is ("all" in value.split(","))
+
+
+@pytest.mark.parametrize("value", ["", "0", "none", "None", "0,none", "Beam2", "qwen3moeforcausallm"])
+def test_beam_is_left_out(monkeypatch, value):
+    monkeypatch.setenv("BEAM_MOE_VLLM", value)
+    assert not env.serves_in_vllm("BeamForCausalLM") and "does not name" in cli.why_not("BeamForCausalLM", {})
+    assert env.serves_in_vllm("Qwen3MoeForCausalLM") is ("qwen3" in value)
+
+
+MXFP8 = [
+    {"quant_method": "modelopt", "quantization": {"quant_algo": "MXFP8"}},
+    {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+    {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}},
+    },
+]
+
+
+@pytest.mark.parametrize("stored", MXFP8)
+def test_stored_mxfp8_is_ours_in_beam_alone(monkeypatch, stored):
+    assert cli.why_not("BeamForCausalLM", {"quantization_config": stored}) is None
+    monkeypatch.setenv("BEAM_MOE_VLLM", "all")
+    assert "quantised (mxfp8)" in cli.why_not("Qwen3MoeForCausalLM", {"quantization_config": stored})
+    assert "quantised (compressed-tensors)" in cli.why_not(
+        "BeamForCausalLM",
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+            }
+        },
+    )
+
+
+def test_a_plugin_that_vllm_leaves_out(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "another,beam_moe")
+    assert cli.filtered() is None
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert "seams in use" not in run() and "VLLM_PLUGINS=another leaves out beam_moe" in run()
 
 
 def test_report_of_a_running_server():

@@ -80,9 +80,13 @@ def register() -> None:
     register_quantization()
     replay.allow_pipeline_parallelism()
     kv_reuse.tell_generations_apart()
-    others = env.text("VLLM").strip()
-    if others.lower() not in ("", "0", "none", "beam", ARCHITECTURE.lower()):
+    asked = env.vllm_models()
+    unknown = asked - {"all"} - {name.lower() for name in ModelRegistry.get_supported_archs()}
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        logger.warning("beam-moe: BEAM_MOE_VLLM=%s: vLLM knows no architecture %s", env.text("VLLM"), names)
+    if asked - unknown - {ARCHITECTURE.lower()}:
         from beam_moe.integrations.vllm import other_models
 
         other_models.register()
-    logger.info("beam-moe: %s takes LoRA adapters; our experts under: %s", ARCHITECTURE, others)
+    logger.info("beam-moe: %s takes LoRA adapters; our experts under: %s", ARCHITECTURE, env.text("VLLM") or "none")

@@ -445,13 +445,7 @@ def experts_of(runner: Any) -> Any:
 
 def serves(architecture: str | None) -> bool:
     """Whether ``BEAM_MOE_VLLM`` asks for our experts under this architecture."""
-    wanted = env.text("VLLM").strip()
-    if wanted.lower() in ("", "0", "none"):
-        return False
-    if wanted.lower() == "all":
-        return True
-    names = {w.strip() for w in wanted.split(",")}
-    return architecture in names or ("beam" in {n.lower() for n in names} and architecture == "BeamForCausalLM")
+    return env.serves_in_vllm(architecture)
 
 
 class ExpertsWarmup(VllmJitKernel[Any]):
@@ -479,10 +473,9 @@ class ExpertsWarmup(VllmJitKernel[Any]):
         w1, w2, top_k = layer.w13_weight, layer.w2_weight, runner.moe_config.experts_per_token
         limit = 0 if experts is None or experts.reason else min(experts.limit(), self.max_tokens)
         first: dict[Any, int] = {}
-        for n in (*range(1, min(limit, 512) + 1), *range(512, limit + 1, 128), limit):
+        for n in range(1, limit + 1):  # each: a configuration may serve a few sizes only
             # our kernels specialise on their configuration and, where they look through all pairs, on their number
-            if n:
-                first.setdefault((experts.config(n, top_k, w1, w2), (n * top_k - 1).bit_length()), n)
+            first.setdefault((experts.config(n, top_k, w1, w2), (n * top_k - 1).bit_length()), n)
         name = None if experts is None else experts.quant_config.config_name(runner.moe_config.in_dtype)
         for bucket in (*(2**i for i in range(17)), *(3 * 2**i for i in range(15)), self.max_tokens):
             for n in (bucket, bucket - 14, bucket - 15):  # vLLM's: on divisibility of the tokens too

@@ -79,6 +79,35 @@ def test_unknown_vllm_keeps_its_own_behaviour(harness, monkeypatch):
     assert len(lines) == 1 and "0.36.1 is outside 0.33 <= version < 0.35" in lines[0]
 
 
+@pytest.mark.parametrize(
+    "value, unknown, others",
+    [
+        ("beam", None, False),
+        ("Beam,BeamForCausalLM", None, False),
+        ("beam,all", None, True),
+        ("beam, qwen3moeforcausallm", None, True),
+        ("beam,Qwen3Moe", "qwen3moe", False),
+        ("1", "1", False),
+        ("none", None, False),
+    ],
+)
+def test_names_that_vllm_does_not_know_are_said(harness, monkeypatch, value, unknown, others):
+    """A mistyped architecture would leave its experts to vLLM without a word."""
+    from beam_moe.integrations.vllm import other_models
+
+    lines, registered = [], []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(logging.getLogger("vllm.beam_moe"), "handlers", [handler])
+    monkeypatch.setattr(other_models, "register", lambda: registered.append(True))
+    monkeypatch.setattr(plugin, "_done", False)
+    monkeypatch.setenv("BEAM_MOE_VLLM", value)
+    plugin.register()
+    assert bool(registered) is others
+    said = [line for line in lines if "knows no architecture" in line]
+    assert [line.rsplit(" ", 1)[1] for line in said] == ([] if unknown is None else [unknown])
+
+
 def test_changed_signatures_are_noticed(tmp_path):
     """Every seam fits the installed vLLM; a renamed parameter, a lost method and a lost file do not."""
     assert seams.check() == []
@@ -324,3 +353,42 @@ def test_sizes_that_warm_up_compiles(harness, tmp_path, monkeypatch):
         for key in ours:
             warmup.compile(key)
         assert seen == ours and manager._adapter_manager._last_mapping is None
+
+
+SIZES = [
+    pytest.param(256, 8, 320, "dense", 512, id="Beam at TP 8"),
+    pytest.param(256, 8, 640, "dense", 512, id="Beam at TP 4"),
+    pytest.param(256, 8, 1280, "mxfp8", 2048, id="Beam at TP 2, MXFP8: by rule"),
+    pytest.param(256, 8, 640, "mxfp8", 2048, id="Beam at TP 4, MXFP8"),
+    pytest.param(128, 8, 768, "dense", 2048, id="Qwen3, every size ours"),
+]
+
+
+@pytest.mark.parametrize("experts, top_k, inter, base, limit", SIZES)
+def test_every_launch_of_a_gpus_table_is_warmed_up(fake_hopper, monkeypatch, experts, top_k, inter, base, limit):
+    """Also one that serves few sizes only, as between two steps of the rule, and where the table widens blocks."""
+    from beam_moe.integrations.vllm import experts as ours
+    from beam_moe.kernels.moe_lora import MoEConfig
+    from beam_moe.kernels.moe_lora import config as configs
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
+    configs._pick.cache_clear()
+
+    def launch(n):
+        config = MoEConfig.pick(torch.device("cuda", 0), n, top_k, experts, 5120, inter, base=base)
+        return config, min(4096, 1 << (n * top_k - 1).bit_length()) if config.rows != "direct" else 1
+
+    served = SimpleNamespace(reason=None, limit=lambda: limit, config=lambda n, *_: launch(n)[0])
+    served.quant_config = SimpleNamespace(config_name=lambda dtype: None)
+    w1, w2 = torch.empty(experts, 2 * inter, 5120, device="meta"), torch.empty(experts, 5120, inter, device="meta")
+    runner = SimpleNamespace(
+        routed_experts=SimpleNamespace(w13_weight=w1, w2_weight=w2),
+        moe_config=SimpleNamespace(experts_per_token=top_k, in_dtype=torch.bfloat16),
+    )
+    monkeypatch.setattr(ours, "experts_of", lambda runner: served)
+    monkeypatch.setattr(ours, "try_get_optimal_moe_config", lambda *a: {})
+    sizes = ours.ExpertsWarmup(None, [runner], limit)._sizes(runner)
+    assert {launch(n) for n in sizes} == {launch(n) for n in range(1, limit + 1)}
+    if base == "dense" and experts == 256:
+        assert {launch(n)[0].wide for n in sizes} == {1, 2, 4}
+    configs._pick.cache_clear()
