@@ -28,7 +28,7 @@ class MoEConfig:
     block_m: int = 16
     # up to how many blocks of one expert a program of gate_up and down takes together, reading W13 or W2 once for them
     # (adapters stay apart): each has a product of its own, and its bits do not depend on this; needs "plan", dense
-    # weights and, in one launch, a lag of at least as many
+    # weights and, in one launch, a lag of at least as many. Banks of several slots or a rank above 32 do without
     wide: int = 1
     # how a block finds its rows: by the "plan"; by a "search" through all pairs, which pays while they are few; or
     # "direct", one pair a block, while hardly two tokens share an expert

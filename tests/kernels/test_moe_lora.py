@@ -500,6 +500,21 @@ def test_blocks_of_an_expert_taken_together_keep_their_bits(device, case, whole,
         assert torch.equal(fused_moe(**args, config=together), apart), (wide, lag)
 
 
+@pytest.mark.parametrize(("bank", "wide"), [((1, 8), 3), ((2, 8), 1), ((1, 40), 1)])
+def test_banks_of_several_slots_or_steps_of_the_rank_take_blocks_one_by_one(device, bank, wide, monkeypatch):
+    """Loops over them, written out for each block, would take registers that programs run short of."""
+    launched = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(constants["WIDE"])
+
+    monkeypatch.setattr(fused, "_joined_kernel", Launch())
+    slots, rank = bank
+    fused_moe(**layer(device, slots=slots, rank=rank), config=dataclasses.replace(SMALL, wide=3, lag=3))
+    assert launched == [wide]
+
+
 def test_blocks_taken_together_need_a_plan_a_lag_of_as_many_and_dense_weights(device):
     args = layer(device)
     for wrong in ({"rows": "search"}, {"lag": 3}, {"wide": 0}, {"wide": -1}):
