@@ -174,14 +174,16 @@ def test_full_size_cells_and_predictions(bench, capsys, monkeypatch):
     """Five engines a side; a plan that does not fit is refused before start; the gap to a single rank's share."""
     options = bench.argparse.Namespace(
         full=True, bases="mxfp8", kernels_list="stock,ours", ranks="16,32", attention_cells=False, only=None,
-        tp=2, pp=1, layers=8, batches="64,1", gpu_gib=140.0,
+        tp=2, pp=1, layers=8, batches="64,1", gpu_gib=140.0, together=1,
     )  # fmt: skip
     cells = bench.cells(options)
     assert len(cells) == 10 and sum(c["adapters"] == "none" for c in cells) == 2
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(bench, "gpu_bytes", lambda opts: int(opts.gpu_gib * 2**30))
     assert all(bench.fits(options, c) for c in cells)
-    options.layers = 52
+    options.together = 2
+    assert not any(bench.fits(options, c) for c in cells), "each has a half of the memory"
+    options.together, options.layers = 1, 52
     assert not any(bench.fits(options, c) for c in cells) and "REFUSED" in capsys.readouterr().out
     options.only = "beam-full/mxfp8/ours/per-expert/r16;beam-full/mxfp8/stock/none"
     assert [(c["kernels"], c["rank"]) for c in bench.cells(options)] == [("stock", "16"), ("ours", "16")]
