@@ -201,7 +201,7 @@ def engine_full() -> str:
         line = [f"{key[0]} x {key[1]}, {key[2]}", str(key[4]), *("-" if t is None else f"{t:.2f}" for t in times)]
         line.append(f"x{times[1] / times[3]:.2f}" if times[1] and times[3] else "-")
         last = here[3]
-        line += [f"{last[name]:.0f}" if last.get(name) else "-" for name in ("tokens_per_s_per_gpu",)]
+        line.append(f"{last['tokens_per_s_per_gpu']:.0f}" if last.get("tokens_per_s_per_gpu") else "-")
         line.append(f"{last['predicted_step_ms']:.2f}" if last.get("predicted_step_ms") else "-")
         line.append(us(last.get("all_reduce_us")))
         lines.append(line)
