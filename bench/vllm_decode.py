@@ -22,7 +22,8 @@ sampling and scheduling included, over the layers; ``host_stolen_s`` is what oth
 ``--full`` serves whole layers of Beam-1.0 (256 experts of 2560 columns, 48 heads, the whole vocabulary, its share of
 dense layers) over ``tp * pp`` GPUs, MXFP8 by default, random weights made on the GPUs. Every rank's memory is computed
 and printed first, and a cell that would not fit (``--together``: in its part of the memory) is refused. Under pipeline
-parallelism requests are admitted in as many parts as there are stages, so that each stage has a micro-batch. Its rows
+parallelism requests are admitted in as many parts as there are stages, so that each stage has a micro-batch, and stages
+of fewer than 6 layers have full attention more often than Beam's, so that each has both kinds. Its rows
 add step_ms, tokens_per_s_per_gpu, all_reduce_us (one all-reduce of a micro-batch, measured alone; a layer has two),
 predicted_step_ms (us_per_layer of a single rank's share at the micro-batch, times the layers: no communication, dense
 layers counted as sparse) and gap (step_ms less predicted_step_ms).
@@ -59,6 +60,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, VOCAB, RANK = 5120, 2560, 256, 8, 151936, 32
 WIDE, HEADS, KV_HEADS, LAYERS, DENSE = 20480, 48, 8, 52, 3
+FULL_EVERY = 6  # the others of Beam's attention layers see a window
 SHARE = 8  # of a single rank's cells: one of eight tensor-parallel ranks
 SHARE_LAYERS = 16  # of such a cell: with fewer a step of 8 requests waits for the host, and not for the GPU
 PROMPT, SHORT, LONG = 64, 32, 288
@@ -109,8 +111,13 @@ def importable(work: Path) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
 
 
-def model_config(arch: str, layers: int, of_tp: int = SHARE) -> dict:
-    """A model's ``config.json``: ``beam`` and ``qwen3`` are one rank's share of ``of_tp``, ``beam-full`` is whole."""
+def model_config(arch: str, layers: int, of_tp: int = SHARE, pp: int = 1) -> dict:
+    """A model's ``config.json``: ``beam`` and ``qwen3`` are one rank's share of ``of_tp``, ``beam-full`` is whole.
+
+    A stage of two layers or more has attention of both kinds, as Beam's have at up to 8 stages: where ``pp`` stages of
+    a cut depth have too few layers for it, full attention comes more often. In a stage of one kind vLLM takes another
+    path through FlashAttention 3, with a schedule made ahead, and the KV cache has groups without a layer.
+    """
     share = 1 if arch == "beam-full" else of_tp
     dense = round(DENSE * layers / LAYERS) if arch == "beam-full" else 0
     common = {
@@ -126,7 +133,9 @@ def model_config(arch: str, layers: int, of_tp: int = SHARE) -> dict:
             "mlp_only_layers": [], "max_position_embeddings": 32768, "rope_theta": 1e6, "attention_bias": False,
             "use_sliding_window": False,
         }  # fmt: skip
-    full = [(i + 1) % 6 == 0 or i == layers - 1 for i in range(layers)]
+    every = max(1, min(FULL_EVERY, layers // pp))
+    first = layers % every if every < FULL_EVERY else 0
+    full = [(i + 1 - first) % every == 0 or i == layers - 1 for i in range(layers)]
     return {
         **common, "architectures": ["BeamForCausalLM"], "model_type": "beam", "n_group": 8, "topk_group": 4,
         "routed_scaling_factor": 2.5, "final_logit_softcapping": 30.0, "sliding_window": 512,
@@ -138,10 +147,10 @@ def model_config(arch: str, layers: int, of_tp: int = SHARE) -> dict:
     }  # fmt: skip
 
 
-def write_model(folder: Path, arch: str, layers: int, of_tp: int = SHARE) -> None:
+def write_model(folder: Path, arch: str, layers: int, of_tp: int = SHARE, pp: int = 1) -> None:
     """A configuration without weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(arch, layers, of_tp)))
+    (folder / "config.json").write_text(json.dumps(model_config(arch, layers, of_tp, pp)))
 
 
 # --- in the workers: each takes the model of its rank
@@ -378,6 +387,8 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
     gpus = opts.tp * opts.pp
     if gpus > 1:
         quiet_multicast()
+    if opts.pp > 1:  # vLLM tells no error of a stage before the last: the others wait for it this long
+        os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "120")
     import torch
     import vllm
     from vllm import LLM, SamplingParams
@@ -390,7 +401,7 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
     if shared and "per-expert" in modes:
         raise SystemExit("one engine keeps one layout: per-expert or shared-outer")
     model = opts.work / f"{opts.arch}{opts.layers}"
-    write_model(model, opts.arch, opts.layers, opts.of_tp)
+    write_model(model, opts.arch, opts.layers, opts.of_tp, opts.pp)
     batches = [int(b) for b in opts.batches.split(",")]
     micro = {b: -(-b // opts.pp) for b in batches}
     extra = {}
@@ -761,7 +772,8 @@ def see_off(process: subprocess.Popen, patience: float) -> None:
 
 FAULT = re.compile(
     r"^(?!.*\b(?:DEBUG|INFO|WARNING) \d\d-\d\d ).*"  # what vLLM can do without it logs as a warning, traceback and all
-    r"(?:Traceback \(most recent call last\)|Fatal Python error|terminate called|died unexpectedly|hit an exception)",
+    r"(?:Traceback \(most recent call last\)|Fatal Python error|terminate called|died unexpectedly|hit an exception"
+    r"|CUDA error)",  # FlashAttention 3 prints it and ends the process: no signal, no traceback
     re.MULTILINE,
 )
 

@@ -412,6 +412,7 @@ def test_a_failed_cell_tells_the_workers_fault(bench):
         "(MainProcess pid=1) ERROR 11-30 21:53:00 [multiproc_executor.py:350] Worker proc died unexpectedly",
         f"{worker}WorkerProc hit an exception.",
         f"{worker}Traceback (most recent call last):",
+        "(Worker_PP0 pid=2) CUDA error (flash_fwd_launch_template.h:166): an illegal memory access was encountered",
     ):
         told = bench.why(start + fault + "\n" + end)
         assert fault in told and told.rstrip().endswith("RuntimeError: cancelled") and "warmup" not in told
@@ -459,9 +460,10 @@ def test_refused_arguments(bench, capsys, arguments, message):
         (("--of-tp", "1"), 8),
         (("--tp", "2"), 1),
         (("--pp", "2"), 1),
+        (("--pp", "2", "--layers", "4"), 1),
         (("--layers", "4", "--batches", "256"), 1),
     ],
-    ids=["share", "whole", "tp2", "pp2", "large batch"],
+    ids=["share", "whole", "tp2", "pp2", "pp2 cut", "large batch"],
 )
 def test_fixed_kv_cache_holds_the_largest_batch(bench, tmp_path, arguments, heads):
     """vLLM's own planner accepts the fixed bytes for ``max_model_len``; every request of the batch has its blocks."""
@@ -471,7 +473,7 @@ def test_fixed_kv_cache_holds_the_largest_batch(bench, tmp_path, arguments, head
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     opts = bench.parse(["--cell", "--together", "3", *arguments])
-    bench.write_model(tmp_path / "m", "beam", opts.layers, opts.of_tp)
+    bench.write_model(tmp_path / "m", "beam", opts.layers, opts.of_tp, opts.pp)
     memory = bench.memory_options(opts)
     config = EngineArgs(
         model=str(tmp_path / "m"), load_format="dummy", skip_tokenizer_init=True, max_model_len=bench.MODEL_LEN,
@@ -481,7 +483,7 @@ def test_fixed_kv_cache_holds_the_largest_batch(bench, tmp_path, arguments, head
     assert config.cache_config.gpu_memory_utilization == bench.USE / 3
     config.cache_config.kv_cache_layout = "LBNHC"  # what the attention backend decides in an engine
     common = {"num_kv_heads": heads, "head_size": 128, "dtype": torch.bfloat16}
-    kinds = bench.model_config("beam", opts.layers, opts.of_tp)["layer_types"]
+    kinds = bench.model_config("beam", opts.layers, opts.of_tp, opts.pp)["layer_types"]
     stage = opts.layers // opts.pp
     for size in (16, 64):
         specs = [
@@ -498,7 +500,24 @@ def test_fixed_kv_cache_holds_the_largest_batch(bench, tmp_path, arguments, head
         blocks = len(groups) * -(-(bench.PROMPT + bench.LONG) // size)
         requests = max(map(int, opts.batches.split(",")))
         assert all(p.num_blocks > requests * blocks for p in planned)
+        if opts.layers == 4:
+            assert all(g.layer_names for p in planned for g in p.kv_cache_groups), "no stage has a group without layers"
     assert "kv_cache_memory_bytes" not in bench.memory_options(bench.parse(["--cell", "--arch", "beam-full"]))
+
+
+def test_every_stage_has_attention_of_both_kinds(bench):
+    """Beam's own kinds, 5 of 6 with a window, where the stages are deep enough for it; never a stage with one kind."""
+    own = [(i + 1) % 6 == 0 or i == 51 for i in range(52)]
+    for layers, pp in ((52, 1), (52, 2), (52, 8), (16, 1), (16, 2), (6, 1), (4, 1), (26, 4)):
+        full = [t == "full_attention" for t in bench.model_config("beam-full", layers, pp=pp)["layer_types"]]
+        assert full[:-1] == own[: layers - 1] and full[-1], (layers, pp)
+    for layers in range(4, 53):
+        for pp in range(2, layers // 2 + 1):
+            kinds = bench.model_config("beam-full", layers, pp=pp)["layer_types"]
+            # vLLM gives a stage layers // pp layers or one more, wherever it begins
+            for first in range(layers - layers // pp + 1):
+                assert len(set(kinds[first : first + layers // pp])) == 2, (layers, pp, first)
+    assert set(bench.model_config("beam-full", 2, pp=2)["layer_types"]) == {"full_attention"}
 
 
 def test_time_that_the_host_gave_to_others(bench, tmp_path):
