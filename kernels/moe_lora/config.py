@@ -26,9 +26,9 @@ class MoEConfig:
     # routed rows of a block; for 8 Triton takes mma.sync, for more wgmma: the former holds weights in registers, where
     # MXFP8 codes come from shared memory four and more at a time
     block_m: int = 16
-    # up to how many blocks of one expert a program of gate_up and down takes together, reading W13 or W2 once for them
-    # (adapters stay apart): each has a product of its own, and its bits do not depend on this; needs "plan", dense
-    # weights and, in one launch, a lag of at least as many. Banks of several slots or a rank above 32 do without
+    # up to how many blocks of one expert, a power of two, a program of gate_up and down takes as one tile, reading
+    # weights and adapters once for them; needs "plan" and, in one launch, a lag of at least as many. A row's bits do
+    # not depend on it: on an H200 mma.sync (blocks of 8) and wgmma (tiles of 16 and more) add up in one order
     wide: int = 1
     # how a block finds its rows: by the "plan"; by a "search" through all pairs, which pays while they are few; or
     # "direct", one pair a block, while hardly two tokens share an expert
@@ -143,7 +143,7 @@ class MoEConfig:
         for fields, choices in GROUPS[base]:
             for values in choices:
                 neighbour = replace(self, **dict(zip(fields, values, strict=True)))
-                if neighbour != self and neighbour.fits(base):
+                if neighbour != self and neighbour.joins:
                     yield neighbour
 
     def summing_as(self, other: MoEConfig, *, base: str = "dense") -> MoEConfig:
@@ -174,12 +174,9 @@ class MoEConfig:
         whole = self.tail >= 0 and narrow
         # activate of the last of ``wide`` blocks stands ``lag`` after it, down of all ``2 * lag`` after the first
         ahead = self.lag == 0 or self.lag >= self.wide
-        together = self.wide == 1 or (self.wide > 1 and self.rows == "plan" and ahead)
+        power = self.wide > 0 and self.wide & (self.wide - 1) == 0
+        together = self.wide == 1 or (power and self.rows == "plan" and ahead)
         return together and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
-
-    def fits(self, base: str) -> bool:
-        """Whether the launch form fits weights of this kind too: those in MXFP8 are read for a block at a time."""
-        return self.joins and (self.wide == 1 or base == "dense")
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need.
@@ -240,16 +237,19 @@ _DENSE: _Groups = (
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),
     (("plan_warps", "plan_experts"), ((2, 1), (4, 1), (4, 2), (8, 2))),
     (
-        ("block_m", "wide", "registers"),  # sums of several blocks take registers, which programs run short of
+        ("block_m", "wide", "registers"),  # wide tiles take registers, which programs run short of
         (
             (8, 1, 0),
             (8, 2, 0),
             (8, 2, 128),
             (8, 4, 0),
             (8, 4, 128),
+            (8, 8, 0),
+            (8, 8, 128),
             (16, 1, 0),
             (16, 2, 0),
-            (16, 2, 128),
+            (16, 4, 0),
+            (16, 4, 128),
             (32, 1, 0),
             (64, 1, 0),
             (128, 1, 0),
@@ -291,7 +291,7 @@ def _pick(
         tuned = tuning.lookup(name, OPS[base], tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
         if tuned is not None:
             config = MoEConfig(**tuned)
-            if not config.fits(base):
+            if not config.joins:
                 raise ValueError(
                     f"MoEConfig.pick: the table of {name} for {OPS[base]} holds a launch that does not fit: {config}"
                 )

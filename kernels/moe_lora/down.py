@@ -36,7 +36,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     wait_for_count,
     wait_for_previous,
     wide_rows,
-    zero_sums,
+    wide_stages,
 )
 from beam_moe.kernels.mxfp8.decode_block import row_top, settled
 
@@ -55,11 +55,13 @@ def load_s(s_ptr, pair, mask_rows, r, live, P, RANK: tl.constexpr, TILES: tl.con
 
 @triton.jit
 def _add_adapters(
-    y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
-    stride_bl, stride_be, stride_bn,
+    y, n, mask_n, e, pair, P, own, adapters,
     RANK: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """y with B2 @ s added in the rows of each adapter; the others keep their bits: not even zero is added to them."""
+    slot_m, first_slot, live_0, s_0 = own
+    s_ptr, b2_ptr, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn = adapters
+    r_0 = tl.arange(0, BLOCK_R)
     zero = tl.zeros((y.shape[1], y.shape[0]), tl.float32)
     b_offsets = e * stride_be + n.to(tl.int64) * stride_bn
     b_rows = b2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + b_offsets
@@ -112,9 +114,7 @@ def sum_experts(
 @triton.jit
 def _mxfp8_tiles(
     h_tiles, exponent_m, h_wide, mask_m, w2, first_row, w_offsets, stride_wn, s_rows, stride_sn, words, y_rows,
-    first_tile, tiles,
-    b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
-    stride_bl, stride_be, stride_bn,
+    first_tile, tiles, e, pair, P, own, adapters,
     H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
     MORE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -158,10 +158,7 @@ def _mxfp8_tiles(
             acc = with_factors(acc, word, exponent_m)
         y = tl.trans(acc)
         if ADAPTED:
-            y = _add_adapters(
-                y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
-                enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
-            )  # fmt: skip
+            y = _add_adapters(y, n, mask_n, e, pair, P, own, adapters, RANK, TILES, MORE, BLOCK_R, INTERPRETED)
         mask = mask_m[:, None] & mask_n[None, :]
         if FP16 or ONLY_WIDE:
             seen |= word
@@ -175,94 +172,186 @@ def _mxfp8_tiles(
 
 
 @triton.jit
-def _finish(
-    accs, n, mask_n, y_shift, rows, own, adapters,
-    ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+def _mxfp8_steps(
+    h_rows, mask_m, w2, first_row, w_offsets, stride_wn, s_rows, stride_sn, y_rows, first_tile, tiles,
+    e, pair, P, own, adapters,
+    H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
+    MORE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    SOFT: tl.constexpr, W_TMA: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A finished tile of WIDE blocks, its adapters let in, to y."""
-    b2_ptr, e, s_ptr, P, r_0, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn = adapters
-    for i in tl.static_range(WIDE):
-        y = tl.trans(accs[i])
-        if ADAPTED:
-            y = _add_adapters(
-                y, b2_ptr, n, mask_n, e, s_ptr, own[i][3], rows[i][3], P, r_0, own[i][0], own[i][1], own[i][2],
-                ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R, INTERPRETED,
-            )  # fmt: skip
-        mask = rows[i][2][:, None] & mask_n[None, :]
-        tl.store(rows[i][1] + y_shift, y, mask=mask, eviction_policy="evict_last")
+    """The same in the bf16 form from a step of h's columns at a time, scales one step ahead."""
+    EVEN_K: tl.constexpr = I % BLOCK_K == 0
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    n = first_tile * BLOCK_N + offs_n
+    scales = load_scales(s_rows + n * stride_sn, n < H, 0, I, BLOCK_K, not EVEN_N, EVEN_K)
+    for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
+        tile = first_tile + step // STEPS
+        k = (step % STEPS) * BLOCK_K
+        n = tile * BLOCK_N + offs_n
+        mask_n = n < H
+        code = load_codes(
+            w2, first_row + tile * BLOCK_N, w_offsets + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn,
+            mask_n, k, I, W_TMA, BLOCK_K, not EVEN_N, EVEN_K,
+        )  # fmt: skip
+        mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (k + offs_k < I)[None, :]
+        h = tl.load(h_rows + k, mask=mask, other=0.0)
+        s_now = scales
+        following = (first_tile + (step + 1) // STEPS) * BLOCK_N + offs_n
+        scales = load_scales(
+            s_rows + following * stride_sn, following < H, ((step + 1) % STEPS) * BLOCK_K, I, BLOCK_K, True, EVEN_K
+        )
+        acc = decoded_dot(code, s_now, 0, tl.trans(h), acc, False, SOFT, INTERPRETED)
+        acc = settled(acc, SOFT)
+        if step % STEPS == STEPS - 1:
+            y = tl.trans(acc)
+            if ADAPTED:
+                y = _add_adapters(y, n, mask_n, e, pair, P, own, adapters, RANK, TILES, MORE, BLOCK_R, INTERPRETED)
+            tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last")
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
 
 @triton.jit
 def _dense_tiles(
-    w_rows, stride_wn, rows, own, adapters, first_tile, tiles,
+    h_rows, mask_m, w_rows, stride_wn, y_rows, first_tile, tiles, e, pair, P, own, adapters,
     H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
-    MORE: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr,
+    MORE: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program's tiles of y for WIDE blocks, each with a product of its own, so that its bits are those of it alone.
-
-    rows: of each block pointers to h (BLOCK_M, BLOCK_K) and y (BLOCK_M, BLOCK_N), row mask and pairs. own: of each
-    (where ADAPTED) its rows' slots, the first of them, that one's live rank, and s (BLOCK_R, BLOCK_M) for it.
-    """
+    """A program's tiles of y of dense W2; with WHOLE one step spans all of I, and h stays in shared memory."""
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     if WHOLE:
         h_tiles = ()
-        for i in tl.static_range(WIDE):
-            for step in tl.static_range(STEPS):
-                mask = rows[i][2][:, None]
-                if not EVEN_K:
-                    mask = mask & (step * BLOCK_K + offs_k < I)[None, :]
-                h_tiles = h_tiles + (tl.trans(tl.load(rows[i][0] + step * BLOCK_K, mask=mask, other=0.0)),)
+        for step in tl.static_range(STEPS):
+            mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+            h_tiles = h_tiles + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0)),)
         for tile in tl.range(first_tile, first_tile + tiles, num_stages=STAGES):
             n = tile * BLOCK_N + offs_n
             mask_n = n < H
             w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
-            accs = zero_sums(BLOCK_N, BLOCK_M, WIDE)
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for step in tl.static_range(STEPS):
                 if EVEN_K and EVEN_N:
                     w = tl.load(w_tile + step * BLOCK_K)
                 else:
                     mask_w = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
                     w = tl.load(w_tile + step * BLOCK_K, mask=mask_w, other=0.0)
-                sums = ()
-                for i in tl.static_range(WIDE):
-                    sums = sums + (dot(w, h_tiles[i * STEPS + step], accs[i], INTERPRETED),)
-                accs = sums
-            _finish(
-                accs, n, mask_n, tile * BLOCK_N, rows, own, adapters,
-                ADAPTED, RANK, TILES, MORE, WIDE, BLOCK_R, INTERPRETED,
-            )  # fmt: skip
+                acc = dot(w, h_tiles[step], acc, INTERPRETED)
+            y = tl.trans(acc)
+            if ADAPTED:
+                y = _add_adapters(y, n, mask_n, e, pair, P, own, adapters, RANK, TILES, MORE, BLOCK_R, INTERPRETED)
+            tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last")
     else:
-        accs = zero_sums(BLOCK_N, BLOCK_M, WIDE)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
             tile = first_tile + step // STEPS
             k = (step % STEPS) * BLOCK_K
             n = tile * BLOCK_N + offs_n
             mask_n = n < H
-            mask_k = k + offs_k < I
             w_ptrs = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn + k
             if EVEN_K and EVEN_N:
                 w = tl.load(w_ptrs)
+                h = tl.load(h_rows + k, mask=mask_m[:, None], other=0.0)
             else:
+                mask_k = k + offs_k < I
                 w = tl.load(w_ptrs, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
-            sums = ()
-            for i in tl.static_range(WIDE):
-                if EVEN_K and EVEN_N:
-                    h = tl.load(rows[i][0] + k, mask=rows[i][2][:, None], other=0.0)
-                else:
-                    h = tl.load(rows[i][0] + k, mask=rows[i][2][:, None] & mask_k[None, :], other=0.0)
-                sums = sums + (dot(w, tl.trans(h), accs[i], INTERPRETED),)
-            accs = sums
+                h = tl.load(h_rows + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            acc = dot(w, tl.trans(h), acc, INTERPRETED)
             if step % STEPS == STEPS - 1:
-                _finish(
-                    accs, n, mask_n, tile * BLOCK_N, rows, own, adapters,
-                    ADAPTED, RANK, TILES, MORE, WIDE, BLOCK_R, INTERPRETED,
+                y = tl.trans(acc)
+                if ADAPTED:
+                    y = _add_adapters(y, n, mask_n, e, pair, P, own, adapters, RANK, TILES, MORE, BLOCK_R, INTERPRETED)
+                mask = mask_m[:, None] & mask_n[None, :]
+                tl.store(y_rows + tile * BLOCK_N, y, mask=mask, eviction_policy="evict_last")
+                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+
+
+@triton.jit
+def _rows_of_y(
+    first_tile, tiles, expert, pair, mask_m, slot_m, first_slot, live_0, h_ptr, w2_ptr, y_ptr, adapters, P,
+    stride_we, stride_wn, H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr,
+    TILES: tl.constexpr, MORE: tl.constexpr, WHOLE: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+    scales_ptr, words_ptr, stride_se, stride_sn, BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr,
+    SOFT: tl.constexpr, W_TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of an expert's W2 for BLOCK_M routed pairs whose h and s are there."""
+    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
+    EVEN_K: tl.constexpr = I % BLOCK_K == 0
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    e = expert.to(tl.int64)
+    pair = pair.to(tl.int64)
+    own = ()
+    if ADAPTED:
+        r_0 = tl.arange(0, BLOCK_R)
+        mine = (slot_m == first_slot) & (live_0 > 0)
+        s_0 = tl.trans(load_s(adapters[0], pair, mine, r_0, live_0, P, RANK, TILES))
+        own = (slot_m, first_slot, live_0, s_0)
+    h_rows = h_ptr + pair[:, None] * I + offs_k[None, :]
+    y_rows = y_ptr + pair[:, None] * H + offs_n[None, :]
+    if BASE == "mxfp8":
+        codes = w2_ptr if W_TMA else w2_ptr + e * stride_we
+        w_offsets = offs_n.to(tl.int64) * stride_wn
+        s_rows = scales_ptr + e * stride_se
+        words = words_ptr + e * H
+    if BASE != "mxfp8":
+        w_rows = w2_ptr + e * stride_we + offs_n.to(tl.int64)[:, None] * stride_wn + offs_k[None, :]
+        _dense_tiles(
+            h_rows, mask_m, w_rows, stride_wn, y_rows, first_tile, tiles, e, pair, P, own, adapters,
+            H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES,
+            INTERPRETED,
+        )  # fmt: skip
+    elif WHOLE:
+        h_tiles = ()
+        for step in tl.static_range(STEPS):
+            mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+            h_tiles = h_tiles + (tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0),)
+        shift = tl.zeros((BLOCK_M,), tl.int32)
+        h_wide = shift != 0
+        if FP16 and NORMALIZED:
+            high = tl.zeros((BLOCK_M,), tl.int32)
+            low = tl.full((BLOCK_M,), 0x7FFFFFFF, tl.int32)
+            for step in tl.static_range(STEPS):
+                size = magnitudes(h_tiles[step])
+                high = tl.maximum(high, tl.max(size, 1))
+                low = tl.minimum(low, tl.min(tl.where(size == 0, 0x7FFFFFFF, size), 1))
+            shift, h_wide = shift_of(high, low)
+        columns = ()
+        for step in tl.static_range(STEPS):
+            h = h_tiles[step]
+            if FP16 and NORMALIZED:
+                h = shifted(h, shift)
+            columns = columns + (tl.trans(h),)
+        found = _mxfp8_tiles(
+            columns, -shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, words,
+            y_rows, first_tile, tiles, e, pair, P, own, adapters,
+            H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
+            BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, FP16, False, SOFT, W_TMA, STAGES, INTERPRETED,
+        )  # fmt: skip
+        if FP16:
+            if found != 0:
+                raw = ()
+                for step in tl.static_range(STEPS):
+                    mask_raw = mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
+                    raw = raw + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask_raw, other=0.0)),)
+                _mxfp8_tiles(
+                    raw, shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, words,
+                    y_rows, first_tile, tiles, e, pair, P, own, adapters,
+                    H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
+                    BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, False, True, SOFT, W_TMA, 1, INTERPRETED,
                 )  # fmt: skip
-                accs = zero_sums(BLOCK_N, BLOCK_M, WIDE)
+    else:
+        _mxfp8_steps(
+            h_rows, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, y_rows, first_tile, tiles,
+            e, pair, P, own, adapters, H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
+            BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, SOFT, W_TMA, STAGES, INTERPRETED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -281,9 +370,7 @@ def down_unit(
     EVEN_N: none of them reaches beyond H. With WIDE above 1 the first of up to WIDE blocks of one expert stands for all
     (``widths``), the others have nothing to do.
     """
-    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
-    WIDE_STAGES: tl.constexpr = STAGES - 1 if STAGES > 2 else STAGES  # in as much shared memory
-    EVEN_K: tl.constexpr = I % BLOCK_K == 0
+    WIDE_STAGES: tl.constexpr = wide_stages(STAGES, BLOCK_N, BLOCK_M, WIDE)
     ADAPTED: tl.constexpr = RANK > 0 and not SHARED_B
     if DIRECT:
         expert, pair, mask_m = single_row(topk_ids_ptr, expert_map_ptr, block, T * TOP_K, E_GLOBAL, E, BLOCK_M, HAS_MAP)
@@ -294,14 +381,10 @@ def down_unit(
         width = tl.load(widths_ptr + block)
         expert = tl.where(width > 0, expert, -1)
     P = tl.cast(T * TOP_K, tl.int64)
-    e = expert.to(tl.int64)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
-    r_0 = tl.arange(0, BLOCK_R)
-    token = pair // TOP_K
-    pair = pair.to(tl.int64)
+    adapters = (s_ptr, b2_ptr, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn)
+    slot_m, first_slot, live_0 = 0, 0, 0
     if ADAPTED:
-        slot_m = adapter_slot(lora_ids_ptr, token, mask_m & (expert >= 0), SLOTS)
+        slot_m = adapter_slot(lora_ids_ptr, pair // TOP_K, mask_m & (expert >= 0), SLOTS)
         first_slot = tl.max(slot_m, 0)
         live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
 
@@ -316,131 +399,27 @@ def down_unit(
         wait_for_previous(PDL)
         let_next_start(PDL)
     if expert >= 0:
-        if ADAPTED:
-            mine = (slot_m == first_slot) & (live_0 > 0)
-            s_0 = tl.trans(load_s(s_ptr, pair, mine, r_0, live_0, P, RANK, TILES))
-        h_rows = h_ptr + pair[:, None] * I + offs_k[None, :]
-        y_rows = y_ptr + pair[:, None] * H + offs_n[None, :]
-        if BASE == "mxfp8":
-            codes = w2_ptr if W_TMA else w2_ptr + e * stride_we
-            w_offsets = offs_n.to(tl.int64) * stride_wn
-            s_rows = scales_ptr + e * stride_se
-            words = words_ptr + e * H
-        else:
-            w_rows = w2_ptr + e * stride_we + offs_n.to(tl.int64)[:, None] * stride_wn + offs_k[None, :]
-        if BASE == "mxfp8" and WHOLE:
-            h_tiles = ()
-            for step in tl.static_range(STEPS):
-                mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
-                h_tiles = h_tiles + (tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0),)
-            shift = tl.zeros((BLOCK_M,), tl.int32)
-            h_wide = shift != 0
-            if FP16 and NORMALIZED:
-                high = tl.zeros((BLOCK_M,), tl.int32)
-                low = tl.full((BLOCK_M,), 0x7FFFFFFF, tl.int32)
-                for step in tl.static_range(STEPS):
-                    size = magnitudes(h_tiles[step])
-                    high = tl.maximum(high, tl.max(size, 1))
-                    low = tl.minimum(low, tl.min(tl.where(size == 0, 0x7FFFFFFF, size), 1))
-                shift, h_wide = shift_of(high, low)
-            columns = ()
-            for step in tl.static_range(STEPS):
-                h = h_tiles[step]
-                if FP16 and NORMALIZED:
-                    h = shifted(h, shift)
-                columns = columns + (tl.trans(h),)
-            if not ADAPTED:
-                s_0, slot_m, first_slot, live_0 = 0, 0, 0, 0
-            found = _mxfp8_tiles(
-                columns, -shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, words,
-                y_rows, first_tile, tiles,
-                b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
-                stride_bl, stride_be, stride_bn,
-                H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
-                BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, FP16, False, SOFT, W_TMA, STAGES, INTERPRETED,
+        if width == 1:
+            _rows_of_y(
+                first_tile, tiles, expert, pair, mask_m, slot_m, first_slot, live_0, h_ptr, w2_ptr, y_ptr, adapters, P,
+                stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
+                BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, scales_ptr, words_ptr, stride_se, stride_sn,
+                BASE, FP16, NORMALIZED, SOFT, W_TMA, STAGES,
             )  # fmt: skip
-            if FP16:
-                if found != 0:
-                    raw = ()
-                    for step in tl.static_range(STEPS):
-                        mask_raw = mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
-                        raw = raw + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask_raw, other=0.0)),)
-                    _mxfp8_tiles(
-                        raw, shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn,
-                        words, y_rows, first_tile, tiles,
-                        b2_ptr, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr, enabled_ptr, SLOTS,
-                        stride_bl, stride_be, stride_bn,
-                        H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
-                        BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, False, True, SOFT, W_TMA, 1, INTERPRETED,
-                    )  # fmt: skip
-        elif BASE == "mxfp8":
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            n = first_tile * BLOCK_N + offs_n
-            scales = load_scales(s_rows + n * stride_sn, n < H, 0, I, BLOCK_K, not EVEN_N, EVEN_K)
-            for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
-                tile = first_tile + step // STEPS
-                k = (step % STEPS) * BLOCK_K
-                n = tile * BLOCK_N + offs_n
-                mask_n = n < H
-                code = load_codes(
-                    codes, expert * H + tile * BLOCK_N, w_offsets + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn,
-                    mask_n, k, I, W_TMA, BLOCK_K, not EVEN_N, EVEN_K,
-                )  # fmt: skip
-                mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (k + offs_k < I)[None, :]
-                h = tl.load(h_rows + k, mask=mask, other=0.0)
-                s_now = scales
-                following = (first_tile + (step + 1) // STEPS) * BLOCK_N + offs_n
-                scales = load_scales(
-                    s_rows + following * stride_sn, following < H, ((step + 1) % STEPS) * BLOCK_K, I, BLOCK_K, True,
-                    EVEN_K,
-                )  # fmt: skip
-                acc = decoded_dot(code, s_now, 0, tl.trans(h), acc, False, SOFT, INTERPRETED)
-                acc = settled(acc, SOFT)
-                if step % STEPS == STEPS - 1:
-                    y = tl.trans(acc)
-                    if ADAPTED:
-                        y = _add_adapters(
-                            y, b2_ptr, n, mask_n, e, s_ptr, s_0, pair, P, r_0, slot_m, first_slot, live_0, ranks_ptr,
-                            enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn, RANK, TILES, MORE, BLOCK_R,
-                            INTERPRETED,
-                        )  # fmt: skip
-                    tl.store(
-                        y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last"
-                    )
-                    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        else:
-            adapters = (b2_ptr, e, s_ptr, P, r_0, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn)
-            if width == 1:
-                rows = ((h_rows, y_rows, mask_m, pair),)
-                own = ()
+        if WIDE > 1:
+            if width > 1:
+                pairs, mask = wide_rows(order_ptr, block, width, WIDE, BLOCK_M)
+                slots, slot, live = 0, 0, 0
                 if ADAPTED:
-                    own = ((slot_m, first_slot, live_0, s_0),)
-                _dense_tiles(
-                    w_rows, stride_wn, rows, own, adapters, first_tile, tiles,
-                    H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, 1,
-                    BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES, INTERPRETED,
+                    slots = adapter_slot(lora_ids_ptr, pairs // TOP_K, mask, SLOTS)
+                    slot = tl.max(slots, 0)
+                    live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+                _rows_of_y(
+                    first_tile, tiles, expert, pairs, mask, slots, slot, live, h_ptr, w2_ptr, y_ptr, adapters, P,
+                    stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
+                    WIDE * BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, scales_ptr, words_ptr, stride_se, stride_sn,
+                    BASE, FP16, NORMALIZED, SOFT, W_TMA, WIDE_STAGES,
                 )  # fmt: skip
-            if WIDE > 1:
-                if width > 1:
-                    pairs, masks = wide_rows(order_ptr, block, width, WIDE, BLOCK_M)
-                    rows, own = (), ()
-                    for i in tl.static_range(WIDE):
-                        pair_i = pairs[i].to(tl.int64)
-                        h_i = h_ptr + pair_i[:, None] * I + offs_k[None, :]
-                        y_i = y_ptr + pair_i[:, None] * H + offs_n[None, :]
-                        rows = rows + ((h_i, y_i, masks[i], pair_i),)
-                        if ADAPTED:
-                            slot_i = adapter_slot(lora_ids_ptr, pairs[i] // TOP_K, masks[i], SLOTS)
-                            first_i = tl.max(slot_i, 0)
-                            live_i = live_rank(ranks_ptr, enabled_ptr, first_i, RANK)
-                            mine = (slot_i == first_i) & (live_i > 0)
-                            s_i = tl.trans(load_s(s_ptr, pair_i, mine, r_0, live_i, P, RANK, TILES))
-                            own = own + ((slot_i, first_i, live_i, s_i),)
-                    _dense_tiles(
-                        w_rows, stride_wn, rows, own, adapters, first_tile, tiles,
-                        H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, WIDE,
-                        BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, WIDE_STAGES, INTERPRETED,
-                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "SLOTS"])

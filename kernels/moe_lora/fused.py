@@ -118,10 +118,9 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
             config.joins,
             "config",
             "of rows='plan', one number of warps and tail_tiles dividing down_tiles where lag is not 0, none below 0; "
-            "of wide from 1 up, above 1 with rows='plan' and no lag or one of at least wide",
+            "of wide a power of two, above 1 with rows='plan' and no lag or one of at least wide",
             config,
         )
-        _require(config.wide == 1 or not mx, "config", "of wide=1 where weights are MXFP8", config)
     if lora_ids is not None:
         _tensor("lora_ids", lora_ids, 1, (torch.int32,), device)
         _require(lora_ids.shape[0] == tokens, "lora_ids", f"({tokens},)", tuple(lora_ids.shape))
@@ -200,7 +199,6 @@ def _run(
     has_map = expert_map is not None
     common: dict[str, Any] = dict(TOP_K=top_k, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
-    wide = cfg.wide
     up_w, down_w, images = w13, w2, {}
     up_strides = down_strides = (0, 0)
     up_base: dict[str, Any] = {}
@@ -234,8 +232,6 @@ def _run(
         shared_a, shared_b = lora.shared_a, lora.shared_b
         tiles, block_r = triton.cdiv(inter, cfg.act_block_i), min(MAX_BLOCK_R, max(16, triton.next_power_of_2(rank)))
         more = slots > 1 or rank > block_r
-        if more:
-            wide = 1  # loops over slots and steps of the rank, written out for each block, take too many registers
         (gate_a, up_a), (gate_b, up_b) = lora.gate_up_a, lora.gate_up_b
         w2_a, w2_b = lora.w2_a, lora.w2_b
         ids, ranks, enabled = lora_ids, lora.ranks, lora.enabled
@@ -245,7 +241,7 @@ def _run(
 
     if cfg.rows == "plan" or images:
         build_plan(
-            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, wide=wide,
+            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, wide=cfg.wide,
             num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl, planned=cfg.rows == "plan",
             **images,
         )  # fmt: skip
@@ -266,7 +262,7 @@ def _run(
             BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, TAIL=cfg.tail,
             TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r,
-            WIDE=wide, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
+            WIDE=cfg.wide, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
         w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
@@ -279,7 +275,7 @@ def _run(
             x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
             H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
-            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=wide, **common, **up_base,
+            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=cfg.wide, **common, **up_base,
         )  # fmt: skip
         _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
             buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
@@ -298,7 +294,7 @@ def _run(
             H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
             WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=wide, **common, **down_base,
+            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=cfg.wide, **common, **down_base,
         )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h

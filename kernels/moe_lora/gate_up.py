@@ -8,9 +8,9 @@
 
 Weights stand on the long side of the matrix instruction (64 rows or more) and routed rows on its short one, so that
 few rows waste nothing of it. Every weight is read once for each block of at most ``BLOCK_M`` rows, or for up to
-``WIDE`` blocks of an expert (`MoEConfig.wide`), and every factor of an adapter for each block. H is cut into ``SPLITS``
-fixed shares, which keeps all processors busy to the end; `activate` adds the planes in their order, so a result
-depends neither on timing nor on the other rows of the batch.
+``WIDE`` blocks of an expert (`MoEConfig.wide`). H is cut into ``SPLITS`` fixed shares, which keeps all processors busy
+to the end; `activate` adds the planes in their order, so a result depends neither on timing nor on the other rows of
+the batch.
 
 W13 in MXFP8 is decoded in registers on the way (`mxfp8`); A stays as it is.
 """
@@ -27,26 +27,21 @@ from beam_moe.kernels.moe_lora.pipeline import (
     live_rank,
     wait_for_previous,
     wide_rows,
-    zero_sums,
+    wide_stages,
 )
 
 
 @triton.jit
 def _rows_times_x(
-    w, row_offsets, row_mask, x_ptr, x_offsets, masks, k_first, k_last, H,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    w, row_offsets, row_mask, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     MASK_ROWS: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 (BLOCK_N, BLOCK_M) for each of WIDE blocks: weight rows times the block's x rows over k_first..k_last.
-
-    Each has a product of its own, so that its bits are those of the block alone.
-    """
+    """fp32 (BLOCK_N, BLOCK_M): weight rows times x rows over k_first..k_last."""
     offs_k = k_first + tl.arange(0, BLOCK_K)
     w_ptrs = w + row_offsets[:, None] + offs_k[None, :]
-    x_ptrs = ()
-    for i in tl.static_range(WIDE):
-        x_ptrs = x_ptrs + (x_ptr + x_offsets[i][:, None] + offs_k[None, :],)
-    accs = zero_sums(BLOCK_N, BLOCK_M, WIDE)
+    x_ptrs = x_ptr + x_offsets[:, None] + offs_k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in tl.range(k_first, k_last, BLOCK_K, num_stages=STAGES):
         mask_k = k + tl.arange(0, BLOCK_K) < H
         if EVEN_K and not MASK_ROWS:
@@ -55,18 +50,14 @@ def _rows_times_x(
             tile = tl.load(w_ptrs, mask=row_mask[:, None], other=0.0)
         else:
             tile = tl.load(w_ptrs, mask=row_mask[:, None] & mask_k[None, :], other=0.0)
-        sums, ptrs = (), ()
-        for i in tl.static_range(WIDE):
-            if EVEN_K:
-                x = tl.load(x_ptrs[i], mask=masks[i][:, None], other=0.0)
-            else:
-                x = tl.load(x_ptrs[i], mask=masks[i][:, None] & mask_k[None, :], other=0.0)
-            sums = sums + (dot(tile, tl.trans(x), accs[i], INTERPRETED),)
-            ptrs = ptrs + (x_ptrs[i] + BLOCK_K,)
-        accs = sums
-        x_ptrs = ptrs
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
+        else:
+            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+        acc = dot(tile, tl.trans(x), acc, INTERPRETED)
         w_ptrs += BLOCK_K
-    return accs
+        x_ptrs += BLOCK_K
+    return acc
 
 
 @triton.jit
@@ -90,29 +81,56 @@ def _adapter_tile(
             if tl.sum(mask_n.to(tl.int32), 0) > 0:
                 acc = _rows_times_x(
                     a_ptr + tl.cast(slot, tl.int64) * stride_al + expert.to(tl.int64) * stride_ae,
-                    a_offsets, mask_n, x_ptr, (x_offsets,), (mask_m,), k_first, k_last, H,
-                    1, BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, STAGES, INTERPRETED,
+                    a_offsets, mask_n, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+                    BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, True, STAGES, INTERPRETED,
                 )  # fmt: skip
-                tl.store(out, tl.trans(acc[0]), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
+                tl.store(out, tl.trans(acc), mask=mine[:, None] & mask_n[None, :], eviction_policy="evict_last")
 
 
 @triton.jit
-def _weight_tile(
-    w_rows, row_offsets, row_mask, x_ptr, stride_xt, out, pairs, masks, k_first, k_last, H: tl.constexpr,
-    N: tl.constexpr, TOP_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+def _expert_tile(
+    tile, split, expert, pair, mask_m, x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr,
+    SLOTS, up_a_offset, stride_xt, stride_we, stride_wn, stride_al, stride_ae, stride_ar, P, H: tl.constexpr,
+    N: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr, TOP_K: tl.constexpr, K_SHARE: tl.constexpr,
+    A_BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr, W_TMA: tl.constexpr, xn_ptr, x_words_ptr, scales_ptr, words_ptr, stride_se, stride_sn,
+    BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of gate and up for the routed pairs of WIDE blocks; ``out`` points at the tile in pair 0's row."""
-    x_offsets = ()
-    for i in tl.static_range(WIDE):
-        x_offsets = x_offsets + ((pairs[i] // TOP_K).to(tl.int64) * stride_xt,)
-    accs = _rows_times_x(
-        w_rows, row_offsets, row_mask, x_ptr, x_offsets, masks, k_first, k_last, H,
-        WIDE, BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, STAGES, INTERPRETED,
-    )  # fmt: skip
-    for i in tl.static_range(WIDE):
-        ptrs = out[None, :] + pairs[i].to(tl.int64)[:, None] * N
-        tl.store(ptrs, tl.trans(accs[i]), mask=masks[i][:, None] & row_mask[None, :], eviction_policy="evict_last")
+    """One tile and share of an expert's W13, or behind those of its A13, for BLOCK_M routed pairs."""
+    W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    k_first = split * K_SHARE
+    k_last = tl.minimum(k_first + K_SHARE, H)
+    token = pair // TOP_K
+    x_offsets = token.to(tl.int64) * stride_xt
+    row = split.to(tl.int64) * P + pair
+    if tile < W_TILES:
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        w_offsets = n.to(tl.int64) * stride_wn
+        e = expert.to(tl.int64)
+        if BASE == "mxfp8":
+            acc = mxfp8_rows_times_x(
+                w13_ptr if W_TMA else w13_ptr + e * stride_we, expert * N + tile * BLOCK_N,
+                w_offsets, scales_ptr + e * stride_se + n.to(tl.int64) * stride_sn,
+                words_ptr + e * N + n, n < N, x_ptr, x_offsets,
+                xn_ptr, token.to(tl.int64) * H if NORMALIZED else x_offsets, x_words_ptr + token, mask_m,
+                k_first, k_last, H,
+                BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0,
+                FP16, NORMALIZED, SOFT, W_TMA, AHEAD, STAGES, INTERPRETED,
+            )  # fmt: skip
+        else:
+            acc = _rows_times_x(
+                w13_ptr + e * stride_we, w_offsets, n < N, x_ptr, x_offsets, mask_m, k_first, k_last, H,
+                BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0, STAGES, INTERPRETED,
+            )  # fmt: skip
+        ptrs = gu_ptr + row[:, None] * N + n[None, :]
+        tl.store(ptrs, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
+    elif RANK > 0:
+        _adapter_tile(
+            x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
+            lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
+            H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, STAGES, INTERPRETED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -128,15 +146,15 @@ def gate_up_unit(
 ):  # fmt: skip
     """Tile and share ``unit`` of a block; blocks of tokens come before those of pairs where experts share A.
 
-    Returns for how many blocks from this one on it is done: 0 where no pair fell in the block or, of a tile of W13,
-    where an earlier block's program takes its rows too (``widths``); tiles of A are each block's own.
+    Returns for how many blocks from this one on it is done: 0 where no pair fell in the block, or where the program of
+    an earlier block takes its rows too (``widths``).
     """
     W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = W_TILES if SHARED_A else W_TILES + A_TILES
     A_BLOCK_K: tl.constexpr = BLOCK_K if BASE == "dense" else BLOCK_K // 2  # as many bytes of A as of codes
     K_SHARE: tl.constexpr = ((H + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)) * BLOCK_K
-    WIDE_STAGES: tl.constexpr = STAGES - 1 if STAGES > 2 else STAGES  # in as much shared memory
+    WIDE_STAGES: tl.constexpr = wide_stages(STAGES, BLOCK_N, BLOCK_M, WIDE)
     P = T * TOP_K
     done = 0
     token_blocks = 0
@@ -169,51 +187,25 @@ def gate_up_unit(
         if WIDE > 1:
             width = tl.load(widths_ptr + block)
         if expert >= 0:
-            tile = unit % TILES
-            split = unit // TILES
-            done = 1
-            k_first = split * K_SHARE
-            k_last = tl.minimum(k_first + K_SHARE, H)
-            token = pair // TOP_K
-            x_offsets = token.to(tl.int64) * stride_xt
-            row = split.to(tl.int64) * P + pair
-            if tile < W_TILES:
-                n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                out = gu_ptr + split.to(tl.int64) * P * N + n
-                if BASE == "mxfp8":
-                    e = expert.to(tl.int64)
-                    acc = mxfp8_rows_times_x(
-                        w13_ptr if W_TMA else w13_ptr + e * stride_we, expert * N + tile * BLOCK_N,
-                        n.to(tl.int64) * stride_wn, scales_ptr + e * stride_se + n.to(tl.int64) * stride_sn,
-                        words_ptr + e * N + n, n < N, x_ptr, x_offsets,
-                        xn_ptr, token.to(tl.int64) * H if NORMALIZED else x_offsets, x_words_ptr + token, mask_m,
-                        k_first, k_last, H,
-                        BLOCK_M, BLOCK_N, BLOCK_K, H % BLOCK_K == 0, N % BLOCK_N != 0,
-                        FP16, NORMALIZED, SOFT, W_TMA, AHEAD, STAGES, INTERPRETED,
-                    )  # fmt: skip
-                    ptrs = out[None, :] + pair.to(tl.int64)[:, None] * N
-                    tl.store(ptrs, tl.trans(acc), mask=mask_m[:, None] & (n < N)[None, :], eviction_policy="evict_last")
-                else:
-                    w_rows = w13_ptr + expert.to(tl.int64) * stride_we
-                    if width == 1:
-                        _weight_tile(
-                            w_rows, n.to(tl.int64) * stride_wn, n < N, x_ptr, stride_xt, out, (pair,), (mask_m,),
-                            k_first, k_last, H, N, TOP_K, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, INTERPRETED,
-                        )  # fmt: skip
-                    if WIDE > 1:
-                        done = width
-                        if width > 1:
-                            pairs, masks = wide_rows(order_ptr, block, width, WIDE, BLOCK_M)
-                            _weight_tile(
-                                w_rows, n.to(tl.int64) * stride_wn, n < N, x_ptr, stride_xt, out, pairs, masks,
-                                k_first, k_last, H, N, TOP_K, WIDE, BLOCK_M, BLOCK_N, BLOCK_K, WIDE_STAGES, INTERPRETED,
-                            )  # fmt: skip
-            elif RANK > 0:
-                _adapter_tile(
-                    x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
-                    lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                    H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, STAGES, INTERPRETED,
+            done = width
+            if width == 1:
+                _expert_tile(
+                    unit % TILES, unit // TILES, expert, pair, mask_m, x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr,
+                    lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_xt, stride_we, stride_wn,
+                    stride_al, stride_ae, stride_ar, P, H, N, RANK, NA, TOP_K, K_SHARE, A_BLOCK_K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED, W_TMA, xn_ptr, x_words_ptr, scales_ptr, words_ptr,
+                    stride_se, stride_sn, BASE, FP16, NORMALIZED, SOFT, AHEAD, STAGES,
                 )  # fmt: skip
+            if WIDE > 1:
+                if width > 1:
+                    pairs, mask = wide_rows(order_ptr, block, width, WIDE, BLOCK_M)
+                    _expert_tile(
+                        unit % TILES, unit // TILES, expert, pairs, mask, x_ptr, w13_ptr, a_ptr, gu_ptr, t_ptr,
+                        lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_xt, stride_we, stride_wn,
+                        stride_al, stride_ae, stride_ar, P, H, N, RANK, NA, TOP_K, K_SHARE, A_BLOCK_K,
+                        WIDE * BLOCK_M, BLOCK_N, BLOCK_K, INTERPRETED, W_TMA, xn_ptr, x_words_ptr, scales_ptr,
+                        words_ptr, stride_se, stride_sn, BASE, FP16, NORMALIZED, SOFT, AHEAD, WIDE_STAGES,
+                    )  # fmt: skip
     return done
 
 

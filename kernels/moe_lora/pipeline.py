@@ -106,15 +106,6 @@ def dot_fp32(a, b, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def zero_sums(BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr):
-    """A sum (BLOCK_N, BLOCK_M) for each of WIDE blocks."""
-    sums = ()
-    for _ in tl.static_range(WIDE):
-        sums = sums + (tl.zeros((BLOCK_N, BLOCK_M), tl.float32),)
-    return sums
-
-
-@triton.jit
 def local_expert(topk_ids_ptr, expert_map_ptr, pair, mask, E_GLOBAL, E, HAS_MAP: tl.constexpr):
     """The local expert of each routed pair, or -1 where its id is out of range, foreign to this rank, or masked."""
     expert = tl.load(topk_ids_ptr + pair, mask=mask, other=-1)
@@ -135,14 +126,17 @@ def planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def wide_rows(order_ptr, block, width, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Routed pairs and row masks of ``width`` blocks of one expert from ``block`` on, no rows in the rest of WIDE."""
-    pairs, masks = (), ()
-    for i in tl.static_range(WIDE):
-        rows = (block + i).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        pair = tl.load(order_ptr + rows, mask=i < width, other=-1)
-        masks = masks + (pair >= 0,)
-        pairs = pairs + (tl.where(pair >= 0, pair, 0),)
-    return pairs, masks
+    """Routed pairs and row mask of ``width`` blocks of one expert from ``block`` on, WIDE * BLOCK_M rows in all."""
+    row = tl.arange(0, WIDE * BLOCK_M)
+    pair = tl.load(order_ptr + block.to(tl.int64) * BLOCK_M + row, mask=row < width * BLOCK_M, other=-1)
+    return tl.where(pair >= 0, pair, 0), pair >= 0
+
+
+@triton.constexpr_function
+def wide_stages(stages, block_n, block_m, wide):
+    """Stages of a tile of ``wide`` blocks in the shared memory of one block's: wgmma keeps one buffer more than mma."""
+    buffers = stages if block_m >= 16 else stages - 1
+    return max(min(stages, 2), buffers * (block_n + block_m) // (block_n + wide * block_m))
 
 
 @triton.jit

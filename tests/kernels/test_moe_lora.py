@@ -480,6 +480,11 @@ WIDE_CASES = {
 }
 
 
+def same(got, want):
+    """Bit for bit on a GPU; the interpreter's products are numpy's, whose sums depend on the width of a tile."""
+    assert torch.equal(got, want) if CUDA else error_ratio(want, got) < 2e-4
+
+
 def crowded(device, case):
     args = layer(device, tokens=len(CROWDED), top_k=1, experts=4, hidden=40, **WIDE_CASES[case])
     args["topk_ids"] = ints(*CROWDED, device=device)[:, None]
@@ -490,42 +495,23 @@ def crowded(device, case):
     ("case", "whole", "splits"),
     [("bare", False, 2), ("adapters", True, 1), ("two_slots", False, 1), ("shared", True, 2)],
 )
-def test_blocks_of_an_expert_taken_together_keep_their_bits(device, case, whole, splits):
+def test_blocks_of_an_expert_taken_together_give_the_same(device, case, whole, splits):
     """In launches of their own and in one; there down of the last blocks in narrower parts too."""
     args = crowded(device, case)
     config = dataclasses.replace(SMALL, block_m=8, splits=splits, down_whole=whole, down_block_n=32, down_tiles=2)
     apart = check(args, config)
-    for wide, lag in ((3, 0), (2, 2)):
+    for wide, lag in ((4, 0), (2, 2)):
         together = dataclasses.replace(config, wide=wide, lag=lag, tail=3, tail_tiles=1)
-        assert torch.equal(fused_moe(**args, config=together), apart), (wide, lag)
+        same(fused_moe(**args, config=together), apart)
 
 
-@pytest.mark.parametrize(("bank", "wide"), [((1, 8), 3), ((2, 8), 1), ((1, 40), 1)])
-def test_banks_of_several_slots_or_steps_of_the_rank_take_blocks_one_by_one(device, bank, wide, monkeypatch):
-    """Loops over them, written out for each block, would take registers that programs run short of."""
-    launched = []
-
-    class Launch:
-        def __getitem__(self, grid):
-            return lambda *args, **constants: launched.append(constants["WIDE"])
-
-    monkeypatch.setattr(fused, "_joined_kernel", Launch())
-    slots, rank = bank
-    fused_moe(**layer(device, slots=slots, rank=rank), config=dataclasses.replace(SMALL, wide=3, lag=3))
-    assert launched == [wide]
-
-
-def test_blocks_taken_together_need_a_plan_a_lag_of_as_many_and_dense_weights(device):
+def test_blocks_taken_together_need_a_plan_a_lag_of_as_many_and_a_power_of_two(device):
     args = layer(device)
-    for wrong in ({"rows": "search"}, {"lag": 3}, {"wide": 0}, {"wide": -1}):
+    for wrong in ({"rows": "search"}, {"lag": 3}, {"wide": 0}, {"wide": -1}, {"wide": 3}):
         with pytest.raises(
-            ValueError, match="fused_moe: config must be .* of wide from 1 up, above 1 with rows='plan'"
+            ValueError, match="fused_moe: config must be .* of wide a power of two, above 1 with rows='plan'"
         ):
             fused_moe(**args, config=dataclasses.replace(SMALL, **{"wide": 4, **wrong}))
-    args = layer(device, hidden=64, inter=32)
-    args |= {name: quantize_reference(args[name].float()) for name in ("w13", "w2")}
-    with pytest.raises(ValueError, match="fused_moe: config must be of wide=1 where weights are MXFP8"):
-        fused_moe(**args, config=dataclasses.replace(SMALL, wide=2))
 
 
 @pytest.mark.parametrize("block_m", [8, 16])
@@ -616,7 +602,7 @@ def test_blocks_taken_together_wait_for_each_of_them(device, case, monkeypatch):
     args["workspace"].buffer.fill_(255)
     order = AnyOrder(fused._joined_kernel, True)
     monkeypatch.setattr(fused, "_joined_kernel", order)
-    assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, wide=3, lag=3)), apart)
+    same(fused_moe(**args, config=dataclasses.replace(config, wide=4, lag=4)), apart)
     assert order.postponed
 
 
@@ -638,13 +624,11 @@ def test_a_wait_for_more_or_fewer_parts_than_there_are_is_found_without_a_gpu(de
 def test_a_table_cannot_hold_a_launch_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     pick = config_module._pick.__wrapped__
-    for wrong in ({"lag": -1}, {"lag": 2, "rows": "direct"}, {"lag": 2, "down_warps": 8}, {"lag": 2, "tail_tiles": -1}):
+    form = {"rows": "direct"}, {"down_warps": 8}, {"tail_tiles": -1}
+    for wrong in ({"lag": -1}, {"wide": 3}, *({"lag": 2} | f for f in form)):
         with tuning.override("moe_lora", dataclasses.asdict(dataclasses.replace(SMALL, **wrong))):
             with pytest.raises(ValueError, match="MoEConfig.pick: the table of NVIDIA H200 for moe_lora holds"):
                 pick("cuda", 0, 3, 2, 4, 48, 24, "dense")
-    with tuning.override("moe_lora_mxfp8", dataclasses.asdict(dataclasses.replace(SMALL, wide=2))):
-        with pytest.raises(ValueError, match="MoEConfig.pick: the table of NVIDIA H200 for moe_lora_mxfp8 holds"):
-            pick("cuda", 0, 3, 2, 4, 48, 24, "mxfp8")
     with tuning.override("moe_lora", {"splits": 3}):  # a table written before a field was there
         assert pick("cuda", 0, 3, 2, 4, 48, 24, "dense") == MoEConfig(splits=3)
 
@@ -656,7 +640,7 @@ def test_the_tuner_can_find_the_rows_and_registers_that_its_tables_hold(base):
     for path in tuning.CONFIGS.glob(f"*/{config_module.OPS[base]}.json"):
         for entry in json.loads(path.read_text())["entries"]:
             config = MoEConfig(**entry["config"])
-            assert config.fits(base) and (config.block_m, config.wide, config.registers) in tried, entry
+            assert config.joins and (config.block_m, config.wide, config.registers) in tried, entry
 
 
 @pytest.mark.parametrize("base", ["dense", "mxfp8"])
@@ -1054,6 +1038,23 @@ def test_strides_past_two_to_the_31(device, rows, shared):
     args.update({name: moved[name] for name in weights})
     args["lora"] = ExpertLoRA(*(moved[name] for name in parts))
     check(args, dataclasses.replace(SMALL, rows=rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_bits_of_a_row_do_not_depend_on_the_rows_of_its_tile(device, dtype):
+    """Elements of many magnitudes, so that terms cancel and lose bits: another order or width of sums would show."""
+    choices = [0] * 70 + [1] * 20 + [2] * 6
+    args = layer(device, tokens=96, top_k=1, hidden=1024, inter=320, dtype=dtype, rank=32, slots=1)
+    args["topk_ids"] = ints(*choices, device=device)[:, None]
+    spread = torch.randint(-7, 4, args["x"].shape, device=device)
+    args["x"] = (args["x"].float() * torch.exp2(spread.float())).to(dtype)
+    config = MoEConfig(block_m=8, splits=2, down_block_n=64, down_block_k=64, down_stages=3)
+    for case in (args, bare(args)):
+        want = check(case, config)
+        for block_m, wide, lag in ((8, 2, 0), (8, 4, 4), (8, 8, 0), (16, 1, 0), (16, 4, 8), (32, 1, 0), (64, 1, 2)):
+            tile = dataclasses.replace(config, block_m=block_m, wide=wide, lag=lag)
+            assert torch.equal(fused_moe(**case, config=tile), want), (block_m, wide, lag)
 
 
 SANITIZED = """
