@@ -27,9 +27,10 @@ class MoEConfig:
     # MXFP8 codes come from shared memory four and more at a time
     block_m: int = 16
     # up to how many blocks of one expert, a power of two, a program of gate_up and down takes as one tile, reading
-    # weights and adapters once for them; needs "plan" and, in one launch, a lag of at least as many. A row's bits do
-    # not depend on it: on an H200 mma.sync (blocks of 8) and wgmma (tiles of 16 and more) add up in one order
+    # weights and adapters once for them; needs "plan" and, in one launch, a lag of at least as many. For bf16 alone: on
+    # an H200 mma.sync (blocks of 8) and wgmma (tiles of 16 and more) give its sums the same bits, but not those of fp16
     wide: int = 1
+    lora_wide: int = 1  # the same with a B2 for each expert, whose tiles take so many registers that few are wide
     # how a block finds its rows: by the "plan"; by a "search" through all pairs, which pays while they are few; or
     # "direct", one pair a block, while hardly two tokens share an expert
     rows: str = "plan"
@@ -159,7 +160,7 @@ class MoEConfig:
             stages = max(2, self.up_stages * self.up_block_k // other.up_block_k)  # of as much shared memory
             out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))
         if self.block_m < 16:
-            out = replace(out, block_m=16, wide=1, registers=0)
+            out = replace(out, block_m=16, wide=1, lora_wide=1, registers=0)
         return out
 
     @property
@@ -173,9 +174,10 @@ class MoEConfig:
         narrow = self.tail_tiles == 0 or (self.tail_tiles > 0 and self.down_tiles % self.tail_tiles == 0)
         whole = self.tail >= 0 and narrow
         # activate of the last of ``wide`` blocks stands ``lag`` after it, down of all ``2 * lag`` after the first
-        ahead = self.lag == 0 or self.lag >= self.wide
-        power = self.wide > 0 and self.wide & (self.wide - 1) == 0
-        together = self.wide == 1 or (power and self.rows == "plan" and ahead)
+        widest = max(self.wide, self.lora_wide)
+        ahead = self.lag == 0 or self.lag >= widest
+        powers = all(wide > 0 and wide & (wide - 1) == 0 for wide in (self.wide, self.lora_wide))
+        together = powers and (widest == 1 or (self.rows == "plan" and ahead))
         return together and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
 
     def blocks(self, pairs: int, experts: int) -> int:
@@ -255,6 +257,7 @@ _DENSE: _Groups = (
             (128, 1, 0),
         ),
     ),
+    (("lora_wide",), ((1,), (2,), (4,))),
 )
 _MXFP8: _Groups = (
     (("lag", "splits"), ((0, 1), (0, 2), (4, 2), (8, 2), (16, 1), (32, 1), (16, 2))),

@@ -118,7 +118,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
             config.joins,
             "config",
             "of rows='plan', one number of warps and tail_tiles dividing down_tiles where lag is not 0, none below 0; "
-            "of wide a power of two, above 1 with rows='plan' and no lag or one of at least wide",
+            "of wide and lora_wide powers of two, above 1 with rows='plan' and no lag or one of at least as many",
             config,
         )
     if lora_ids is not None:
@@ -199,6 +199,9 @@ def _run(
     has_map = expert_map is not None
     common: dict[str, Any] = dict(TOP_K=top_k, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
+    wide = cfg.wide if lora is None or lora.shared_b else cfg.lora_wide
+    if x.dtype != torch.bfloat16 or isinstance(w13, MXFP8Tensor):
+        wide = 1  # sums of fp16 do not keep their bits in a tile of another width, nor do those of MXFP8's fp16 form
     up_w, down_w, images = w13, w2, {}
     up_strides = down_strides = (0, 0)
     up_base: dict[str, Any] = {}
@@ -241,7 +244,7 @@ def _run(
 
     if cfg.rows == "plan" or images:
         build_plan(
-            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, wide=cfg.wide,
+            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, wide=wide,
             num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl, planned=cfg.rows == "plan",
             **images,
         )  # fmt: skip
@@ -262,7 +265,7 @@ def _run(
             BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, TAIL=cfg.tail,
             TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r,
-            WIDE=cfg.wide, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
+            WIDE=wide, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
         w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
@@ -275,7 +278,7 @@ def _run(
             x.stride(0), *up_strides, a_strides[0], a_strides[1], a_strides[2],
             H=hidden, N=2 * inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, BLOCK_P=block_p,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
-            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=cfg.wide, **common, **up_base,
+            num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=wide, **common, **up_base,
         )  # fmt: skip
         _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
             buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
@@ -294,7 +297,7 @@ def _run(
             H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
             WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=cfg.wide, **common, **down_base,
+            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=wide, **common, **down_base,
         )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h

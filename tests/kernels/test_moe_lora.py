@@ -482,11 +482,11 @@ WIDE_CASES = {
 
 def same(got, want):
     """Bit for bit on a GPU; the interpreter's products are numpy's, whose sums depend on the width of a tile."""
-    assert torch.equal(got, want) if CUDA else error_ratio(want, got) < 2e-4
+    assert torch.equal(got, want) if CUDA else error_ratio(want, got) < 4e-3
 
 
 def crowded(device, case):
-    args = layer(device, tokens=len(CROWDED), top_k=1, experts=4, hidden=40, **WIDE_CASES[case])
+    args = layer(device, len(CROWDED), top_k=1, experts=4, hidden=40, dtype=torch.bfloat16, **WIDE_CASES[case])
     args["topk_ids"] = ints(*CROWDED, device=device)[:, None]
     return args
 
@@ -501,17 +501,44 @@ def test_blocks_of_an_expert_taken_together_give_the_same(device, case, whole, s
     config = dataclasses.replace(SMALL, block_m=8, splits=splits, down_whole=whole, down_block_n=32, down_tiles=2)
     apart = check(args, config)
     for wide, lag in ((4, 0), (2, 2)):
-        together = dataclasses.replace(config, wide=wide, lag=lag, tail=3, tail_tiles=1)
+        together = dataclasses.replace(config, wide=wide, lora_wide=wide, lag=lag, tail=3, tail_tiles=1)
         same(fused_moe(**args, config=together), apart)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "case", "wide"),
+    [
+        (torch.bfloat16, "bare", 4),
+        (torch.bfloat16, "shared", 4),
+        (torch.bfloat16, "adapters", 2),
+        (torch.float16, "bare", 1),
+        (torch.float16, "adapters", 1),
+        ("mxfp8", "bare", 1),
+    ],
+)
+def test_which_calls_take_blocks_together(device, dtype, case, wide, monkeypatch):
+    """fp16 sums, and MXFP8's, have other bits in a tile of another width; adapters have a width of their own."""
+    launched = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(constants["WIDE"])
+
+    monkeypatch.setattr(fused, "_joined_kernel", Launch())
+    args = layer(device, hidden=64, inter=32, dtype=torch.bfloat16 if dtype == "mxfp8" else dtype, **WIDE_CASES[case])
+    if dtype == "mxfp8":
+        args |= {name: quantize_reference(args[name].float().cpu()).to(device) for name in ("w13", "w2")}
+    fused_moe(**args, config=dataclasses.replace(SMALL, wide=4, lora_wide=2, lag=4))
+    assert launched == [wide]
 
 
 def test_blocks_taken_together_need_a_plan_a_lag_of_as_many_and_a_power_of_two(device):
     args = layer(device)
-    for wrong in ({"rows": "search"}, {"lag": 3}, {"wide": 0}, {"wide": -1}, {"wide": 3}):
-        with pytest.raises(
-            ValueError, match="fused_moe: config must be .* of wide a power of two, above 1 with rows='plan'"
-        ):
-            fused_moe(**args, config=dataclasses.replace(SMALL, **{"wide": 4, **wrong}))
+    match = "fused_moe: config must be .* of wide and lora_wide powers of two, above 1 with rows='plan'"
+    for name in ("wide", "lora_wide"):
+        for wrong in ({"rows": "search"}, {"lag": 3}, {name: 0}, {name: -1}, {name: 3}):
+            with pytest.raises(ValueError, match=match):
+                fused_moe(**args, config=dataclasses.replace(SMALL, **{name: 4, **wrong}))
 
 
 @pytest.mark.parametrize("block_m", [8, 16])
@@ -602,7 +629,7 @@ def test_blocks_taken_together_wait_for_each_of_them(device, case, monkeypatch):
     args["workspace"].buffer.fill_(255)
     order = AnyOrder(fused._joined_kernel, True)
     monkeypatch.setattr(fused, "_joined_kernel", order)
-    same(fused_moe(**args, config=dataclasses.replace(config, wide=4, lag=4)), apart)
+    same(fused_moe(**args, config=dataclasses.replace(config, wide=4, lora_wide=4, lag=4)), apart)
     assert order.postponed
 
 
@@ -637,10 +664,12 @@ def test_a_table_cannot_hold_a_launch_that_does_not_fit(monkeypatch):
 def test_the_tuner_can_find_the_rows_and_registers_that_its_tables_hold(base):
     start = MoEConfig()
     tried = {(c.block_m, c.wide, c.registers) for c in (start, *start.candidates(base))}
+    tried_with_adapters = {c.lora_wide for c in (start, *start.candidates(base))}
     for path in tuning.CONFIGS.glob(f"*/{config_module.OPS[base]}.json"):
         for entry in json.loads(path.read_text())["entries"]:
             config = MoEConfig(**entry["config"])
             assert config.joins and (config.block_m, config.wide, config.registers) in tried, entry
+            assert config.lora_wide in tried_with_adapters, entry
 
 
 @pytest.mark.parametrize("base", ["dense", "mxfp8"])
@@ -1043,17 +1072,23 @@ def test_strides_past_two_to_the_31(device, rows, shared):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_bits_of_a_row_do_not_depend_on_the_rows_of_its_tile(device, dtype):
-    """Elements of many magnitudes, so that terms cancel and lose bits: another order or width of sums would show."""
+    """Elements of many magnitudes, so that terms cancel and lose bits: another order or width of sums would show.
+
+    bf16 keeps them in every block too, by whichever instruction.
+    """
     choices = [0] * 70 + [1] * 20 + [2] * 6
     args = layer(device, tokens=96, top_k=1, hidden=1024, inter=320, dtype=dtype, rank=32, slots=1)
     args["topk_ids"] = ints(*choices, device=device)[:, None]
     spread = torch.randint(-7, 4, args["x"].shape, device=device)
     args["x"] = (args["x"].float() * torch.exp2(spread.float())).to(dtype)
     config = MoEConfig(block_m=8, splits=2, down_block_n=64, down_block_k=64, down_stages=3)
+    tiles = [(8, 2, 0), (8, 4, 4), (8, 8, 0)]
+    if dtype == torch.bfloat16:
+        tiles += [(16, 1, 0), (16, 4, 8), (32, 1, 0), (64, 1, 2)]
     for case in (args, bare(args)):
         want = check(case, config)
-        for block_m, wide, lag in ((8, 2, 0), (8, 4, 4), (8, 8, 0), (16, 1, 0), (16, 4, 8), (32, 1, 0), (64, 1, 2)):
-            tile = dataclasses.replace(config, block_m=block_m, wide=wide, lag=lag)
+        for block_m, wide, lag in tiles:
+            tile = dataclasses.replace(config, block_m=block_m, wide=wide, lora_wide=wide, lag=lag)
             assert torch.equal(fused_moe(**case, config=tile), want), (block_m, wide, lag)
 
 

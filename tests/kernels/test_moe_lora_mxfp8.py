@@ -312,23 +312,3 @@ def test_a_captured_graph_serves_other_weights_in_place(device):
         prepare(w)
     graph.replay()
     assert_close("replay", reference(args), out, LIMIT[torch.bfloat16])
-
-
-@pytest.mark.parametrize("prepared", [False, True], ids=["bf16-form", "fp16-form"])
-@pytest.mark.parametrize("whole", [False, True], ids=["stepped", "whole"])
-def test_blocks_of_an_expert_taken_together_give_the_same(device, prepared, whole):
-    """In launches of their own and in one, and some tokens of them too wide for fp16. On a GPU bit for bit."""
-    choices = [0] * 3 + [1] * 10 + [2] * 26 + [-1]
-    args = layer(device, tokens=len(choices), dtype=torch.bfloat16, prepared=prepared, slots=1)
-    args["topk_ids"] = torch.tensor(choices, dtype=torch.int32, device=device)[:, None]
-    args["topk_weights"] = args["topk_weights"][:, :1].contiguous()
-    args["x"][5::7, ::3] *= 2.0**20
-    config = dataclasses.replace(SMALL, block_m=8, down_whole=whole)
-    apart = check(args, config)
-    tiles = ((8, 4, 0), (8, 2, 2), *(((8, 8, 8), (16, 1, 0), (32, 1, 0), (16, 2, 2)) if CUDA else ()))
-    for block_m, wide, lag in tiles:
-        got = fused_moe(**args, config=dataclasses.replace(config, block_m=block_m, wide=wide, lag=lag))
-        if CUDA:
-            assert torch.equal(got, apart), (block_m, wide, lag)
-        else:  # numpy adds up tiles of another width differently
-            assert_close("fused_moe", apart.float(), got, 1e-2)
