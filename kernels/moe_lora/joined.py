@@ -11,11 +11,11 @@ program id growing from left to right and from top to bottom:
     ...
 
 Weights of both products are read side by side, and only the last ``2 * L`` blocks (``L`` is the lag) run without the
-first product. With `MoEConfig.wide` the parts of W13 and W2 of an expert's first block also take its next ones, whose
-own are empty; past ``wide`` blocks the next one leads in the same way. A part waits for the count of those it depends
-on. They have smaller program ids, so they have been started and end whatever the others do, as long as programs are
-started in the order of their ids; that is what NVIDIA GPUs do, and what the locks of split products in other libraries
-rest on. ``BEAM_MOE_JOIN=0`` does without. The plan sets the counts to zero.
+first product. With `MoEConfig.wide` the parts of gate_up and down of an expert's first block also take its next ones,
+whose own are empty; past ``wide`` blocks the next one leads in the same way. A part waits for the count of those it
+depends on. They have smaller program ids, so they have been started and end whatever the others do, as long as programs
+are started in the order of their ids; that is what NVIDIA GPUs do, and what the locks of split products in other
+libraries rest on. ``BEAM_MOE_JOIN=0`` does without. The plan sets the counts to zero.
 
 In the last blocks in use a program of down takes fewer tiles (`MoEConfig.tail`). There are programs for that in every
 block; those that are not needed end at once, as do all of blocks that no pair fell in.
