@@ -10,6 +10,8 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 import pytest
 import torch
 
+from beam_moe.testing import load_script
+
 
 def gpus_of_worker(worker: str, named: str | None, count: int) -> dict[str, str]:
     """Environment that gives a worker of pytest-xdist one of the visible GPUs, in turn, and keeps the list of all.
@@ -34,6 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: must precede the first import
     torch.set_num_threads(1)
+    load_script(ROOT / "tests" / "interpreter.py").patch_language_once()
 
 
 @pytest.fixture(scope="session")
