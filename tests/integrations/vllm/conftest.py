@@ -82,3 +82,13 @@ def harness(fake_hopper, tmp_path_factory):
     spec.loader.exec_module(module)
     module.init_ranks(1, 1, 0, tmp_path_factory.mktemp("rendezvous") / "file")
     return module
+
+
+@pytest.fixture(scope="session")
+def tp2(ranks, harness):
+    return ranks(2, 1, harness.TP2)
+
+
+@pytest.fixture(scope="session")
+def pp2(ranks, harness):
+    return ranks(1, 2, harness.PP2)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from beam_moe.testing import load_script
+
 H, I, D, E, R, TOP_K = 64, 32, 96, 8, 4, 2
 HEADS, KV, HEAD = 4, 2, 16
 DENSE, LAYERS = 2, 4  # two dense layers, two sparse ones: at PP 2 each stage is pure
@@ -187,9 +189,12 @@ def init_ranks(tp: int, pp: int, rank: int, rendezvous: Path) -> None:
 def engine_config(model: str, tp=1, pp=1, lora=True, max_loras=2, max_lora_rank=8, **options):
     """The VllmConfig that ``vllm serve`` would make of these arguments."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    # the model's class is asked in this process, which imports it anyway: vLLM starts another for each architecture
+    registry._run_in_subprocess = lambda ask: ask()
     if lora:
         options.update(enable_lora=True, max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=4)
     args = {
@@ -528,12 +533,32 @@ def task_memory(folder: Path, tp: int, pp: int, rank: int, **options) -> dict:
 
 
 KEY = "beam_moe_routed_experts"
+# What ranks of two layouts are asked, in processes of their own for as many tests as look at the answers.
+TP2 = [
+    *({"task": "load", "layout": layout} for layout in ("per_expert", "flat", "packed", "shared")),
+    {"task": "load", "layout": "shared", "shared": True},
+    {"task": "load", "layout": "per_expert", "enable_expert_parallel": True},
+    {"task": "load", "layout": "flat", "enable_expert_parallel": True},
+    {"task": "part", "keep": r"experts\.[0-3]\.", "enable_expert_parallel": True},
+    {"task": "part", "keep": "", "extra": f"{ROOT}2.mlp.experts.9.gate_proj", "enable_expert_parallel": True},
+    {"task": "memory", "rank": 8},
+]
+PP2 = [
+    {"task": "load", "layout": "per_expert"},
+    {"task": "load", "layout": "shared", "shared": True},
+    {"task": "load", "layout": "per_expert", "fixed": False},
+    {"task": "replay", "sparse_from": 0},
+    {"task": "replay", "sparse_from": 2},
+    {"task": "part", "keep": r"layers\.[23]\."},
+    {"task": "memory", "rank": 8},
+]
 TASKS = {"load": task_load, "part": task_part, "replay": task_replay, "memory": task_memory}
 
 
 def main() -> None:
     folder, tp, pp, rank = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     torch.set_num_threads(1)
+    load_script(Path(__file__).resolve().parents[2] / "interpreter.py").patch_language_once()
     init_ranks(tp, pp, rank, folder / "rendezvous")
     results = []
     for number, task in enumerate(json.loads((folder / "tasks.json").read_text())):

@@ -6,23 +6,6 @@ import torch
 from beam_moe.kernels.router import grouped_topk_reference
 
 LIMIT = 2e-3  # fp16 rounding of values around one
-EXPERTS = "base_model.model.model.layers.2.mlp.experts"
-TP2 = [
-    *({"task": "load", "layout": layout} for layout in ("per_expert", "flat", "packed", "shared")),
-    {"task": "load", "layout": "shared", "shared": True},
-    {"task": "load", "layout": "per_expert", "enable_expert_parallel": True},
-    {"task": "load", "layout": "flat", "enable_expert_parallel": True},
-    {"task": "part", "keep": r"experts\.[0-3]\.", "enable_expert_parallel": True},
-    {"task": "part", "keep": "", "extra": f"{EXPERTS}.9.gate_proj", "enable_expert_parallel": True},
-]
-PP2 = [
-    {"task": "load", "layout": "per_expert"},
-    {"task": "load", "layout": "shared", "shared": True},
-    {"task": "load", "layout": "per_expert", "fixed": False},
-    {"task": "replay", "sparse_from": 0},
-    {"task": "replay", "sparse_from": 2},
-    {"task": "part", "keep": r"layers\.[23]\."},
-]
 
 
 def routed(layer: int) -> list:
@@ -32,20 +15,10 @@ def routed(layer: int) -> list:
     return grouped_topk_reference(x, weight, torch.zeros(8), top_k=2, n_group=4, topk_group=2)[1].tolist()
 
 
-@pytest.fixture(scope="module")
-def tp2(ranks):
-    return ranks(2, 1, TP2)
-
-
-@pytest.fixture(scope="module")
-def pp2(ranks):
-    return ranks(1, 2, PP2)
-
-
-def test_layouts_at_tensor_parallel_2(tp2):
+def test_layouts_at_tensor_parallel_2(harness, tp2):
     """Per-expert, flat 3-D without a word in the request, packed, shared-outer; the same under expert parallelism."""
     for rank, results in enumerate(tp2):
-        for task, result in zip(TP2, results):
+        for task, result in zip(harness.TP2, results):
             if task["task"] != "load":
                 continue
             assert "error" not in result, (rank, task, result)
