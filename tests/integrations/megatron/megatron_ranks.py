@@ -10,8 +10,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 import beam_moe.integrations.megatron as integration
+from beam_moe.testing import load_script
 
-integration.get_beam_layer_spec  # noqa: B018  imports megatron-core and megatron-bridge once, in the fork server
+# imported once, in the fork server: megatron-core and megatron-bridge, the kernels, and what the tests' files import
+integration.get_beam_layer_spec  # noqa: B018
+import pytest  # noqa: F401
+
+import beam_moe.kernels.moe_lora
+import beam_moe.weight_sync  # noqa: F401
+
+load_script(Path(__file__).resolve().parents[2] / "interpreter.py").patch_language_once()
 
 TINY = {
     "vocab_size": 128,
