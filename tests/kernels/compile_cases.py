@@ -182,21 +182,18 @@ def moe_lora():
     for tokens in (1, 16, 64, 256, 4096):
         layer(tokens, *beam)
         layer(tokens, *beam, lora=bank(4, 256, 32, 5120, 320))
-    for tokens in (1, 32, 4096):
+    for tokens in (1, 4096):  # 16 in `moe_lora_mxfp8`
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320), base=base)
     for tokens in (16, 256):
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, shared=True))
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, one_a=True), emap=True)
     joined = MoEConfig(rows="plan", lag=8, splits=2, up_stages=3, down_block_n=64, down_stages=3)
-    for config in (joined, replace(joined, down_whole=True, down_stages=2, down_tiles=4)):
+    whole = replace(joined, down_whole=True, down_stages=2, down_tiles=4)
+    narrow = replace(joined, block_m=8, wide=4, lag=0), replace(joined, block_m=8, wide=2, down_whole=True)
+    for config in (joined, whole, *narrow):
         layer(16, *beam, config=config)
         layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), config=config)
-        layer(16, *beam, lora=bank(4, 256, 32, 5120, 320, shared=True), emap=True, config=config)
-    for config in (replace(joined, block_m=8, wide=4, lag=0), replace(joined, block_m=8, wide=2, down_whole=True)):
-        layer(16, *beam, config=config)
-        layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), config=config)
-    on_codes = replace(MoEConfig.mxfp8_heuristic(16, 8, 256, 5120, 320), lag=8, block_m=8, registers=128)
-    layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), base=base, config=on_codes)
+    layer(16, *beam, lora=bank(4, 256, 32, 5120, 320, shared=True), emap=True, config=whole)
     layer(16, 7, 3, 200, 72, lora=bank(2, 7, 5, 200, 72, dtype=torch.float16), dtype=torch.float16)
     layer(16, 16, 2, 512, 128, lora=bank(1, 16, 512, 512, 128))
 
