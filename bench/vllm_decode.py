@@ -5,6 +5,8 @@ that one of TP8's ranks holds (hidden 5120, 2560 / 8 = 320 columns, 256 experts,
 random weights and a router re-initialised to near-uniform choice. A step's time is the difference between a long and a
 short generation over the tokens between them, so prefill and start-up cancel. ``us_per_layer`` is the whole step,
 sampling and scheduling included, over the layers; ``host_stolen_s`` is what other machines of the host took meanwhile.
+An engine gets no row where, before it is measured, logits are not finite or the first pipeline stage reads other tokens
+than the last has sampled, nor where a measured generation has ids outside the vocabulary.
 
     python bench/vllm_decode.py                                     # the bf16 ladder of Beam, one cell per visible GPU
     python bench/vllm_decode.py --bases bf16,mxfp8 --archs beam,qwen3
@@ -156,6 +158,11 @@ def write_model(folder: Path, arch: str, layers: int, of_tp: int = SHARE, pp: in
 # --- in the workers: each takes the model of its rank
 
 
+def on_workers(llm, function, *args) -> list:
+    """``function(worker, *args)`` on every rank, sent by value: a script's functions have no module to find them in."""
+    return llm.collective_rpc(lambda worker: function(worker, *args))
+
+
 def on_models(llm, function, *args) -> list:
     """``function(model, *args)`` on every rank. `LLM.apply_model` pickles by name, which a closure has none of."""
     return llm.collective_rpc(lambda worker: function(worker.get_model(), *args))
@@ -256,6 +263,100 @@ def kernels_in_use(model) -> list[str]:
             kernel = module.routed_experts.quant_method.moe_kernel
             names.add(type(kernel.impl.fused_experts).__name__ if kernel is not None else "?")
     return sorted(names)
+
+
+def on_the_models_stream(worker) -> bool:
+    """Let the pipeline's exchange of sampled tokens wait for the stream that the model runs on; whether it did not.
+
+    vLLM runs the model on a stream that it makes at its first need of one, and its `PPHandler` keeps the stream it was
+    made on. Where PyNccl is there, its first call makes the stream before. Where it is not (``VLLM_DISABLE_PYNCCL``, or
+    an NCCL older than vLLM's) the handler may be first: it then sends tokens before they are sampled and reads them
+    before they have come, which are token ids and counts of anything.
+    """
+    import torch
+
+    runner = worker.model_runner
+    handler = getattr(runner, "pp_handler", None)
+    if handler is None or not torch.cuda.is_available():
+        return False
+    runner.__dict__.pop("main_stream", None)  # the same, kept at its first use
+    stream = torch.cuda.current_stream(worker.device)
+    moved = handler.main_stream != stream
+    torch.cuda.synchronize()
+    handler.main_stream = stream
+    return moved
+
+
+def watch_steps(worker, on: bool) -> dict | None:
+    """With ``on`` keep what the first stage reads and the last computes; without, return it and stop.
+
+    ``read``: by request the token ids that were embedded, over all steps. ``logits``, ``bad``: how many rows the last
+    stage computed, and how many of their values are not finite.
+    """
+    import torch
+
+    runner = worker.model_runner
+    model = runner.get_model()
+    if on:
+        prepare, compute = runner.prepare_inputs, model.compute_logits
+        kept = runner.__dict__["_bench_kept"] = ([], [], prepare, compute)
+
+        def prepare_inputs(*args, **kwargs):
+            batch = prepare(*args, **kwargs)
+            if runner.is_first_pp_rank:
+                kept[0].append((batch.req_ids, batch.query_start_loc_np.copy(), batch.input_ids.clone()))
+            return batch
+
+        def compute_logits(*args, **kwargs):
+            logits = compute(*args, **kwargs)
+            if logits is not None:
+                kept[1].append((len(logits), (~torch.isfinite(logits)).sum()))
+            return logits
+
+        runner.prepare_inputs = prepare_inputs
+        object.__setattr__(model, "compute_logits", compute_logits)  # a Module's own would look for a parameter
+        return None
+    steps, logits, runner.prepare_inputs, compute = runner.__dict__.pop("_bench_kept")
+    object.__setattr__(model, "compute_logits", compute)
+    read: dict[str, list[int]] = {}
+    for requests, starts, ids in steps:
+        ids = ids.tolist()
+        for i, request in enumerate(requests):
+            read.setdefault(request, []).extend(ids[starts[i] : starts[i + 1]])
+    return {
+        "read": list(read.values()),
+        "logits": sum(n for n, _ in logits),
+        "bad": sum(int(bad) for _, bad in logits),
+    }
+
+
+def faults(found: list[dict], outputs: list, vocab: int) -> list[str]:
+    """What is wrong with a generation that `watch_steps` saw on every rank and that returned ``outputs``."""
+    said = ids_out_of_range(outputs, vocab)
+    rows, bad = sum(f["logits"] for f in found), sum(f["bad"] for f in found)
+    if bad or not rows:
+        said.append(f"{bad} values of {rows} rows of logits are not finite" if rows else "no stage computed logits")
+    expected = [[*o.prompt_token_ids, *o.outputs[0].token_ids[:-1]] for o in outputs]
+    for f in found:
+        if not f["read"]:
+            continue  # of a later stage
+        wrong = sum(not any(read[: len(want)] == want for read in f["read"]) for want in expected)
+        if wrong:
+            ids = [i for read in f["read"] for i in read]
+            said.append(
+                f"of {len(expected)} requests the first stage embedded other tokens than were sampled for {wrong}: "
+                f"ids {min(ids)} to {max(ids)}, vocabulary {vocab}"
+            )
+    if not any(f["read"] for f in found):
+        said.append("no stage read a token")
+    return said
+
+
+def ids_out_of_range(outputs: list, vocab: int) -> list[str]:
+    ids = [i for o in outputs for i in o.outputs[0].token_ids]
+    if ids and 0 <= min(ids) and max(ids) < vocab:
+        return []
+    return [f"sampled ids {min(ids)} to {max(ids)}, vocabulary {vocab}" if ids else "no token was sampled"]
 
 
 def all_reduce_us(model, batches: list[int], hidden: int) -> dict[int, float]:
@@ -393,6 +494,7 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
     import vllm
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
 
     modes = opts.adapters.split(",")
     lora = modes != ["none"]
@@ -422,6 +524,8 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
         compilation_config={"cudagraph_capture_sizes": sorted({*batches, *micro.values()})},
         kernel_config={"enable_jit_warmup": opts.jit_warmup}, **memory_options(opts), **extra,
     )  # fmt: skip
+    if any(on_workers(llm, on_the_models_stream)) and opts.pp > 1:
+        print("vLLM's exchange of sampled tokens waited for another stream than the model's: put right", flush=True)
     routers = on_models(llm, spread_routing)
     added = on_models(llm, add_adapter, 1, shared, opts.attention, opts.rank) if lora else [0]
     started = time.perf_counter() - start
@@ -430,31 +534,44 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
     request = LoRARequest("adapter", 1, "/in/memory") if lora else None
     rng = random.Random(0)
 
-    def serve(prompts: list[dict], params, adapter, parts: int) -> None:
+    vocab = model_config(opts.arch, opts.layers, opts.of_tp)["vocab_size"]
+
+    def serve(prompts: list[dict], params, adapter, parts: int) -> list:
         """As ``LLM.generate``, the requests admitted in ``parts`` steps: a pipeline then has as many micro-batches."""
-        engine = llm.llm_engine
+        engine, outputs = llm.llm_engine, []
         for part in range(parts):
             for i in range(part, len(prompts), parts):
                 engine.add_request(f"{time.monotonic_ns()}-{i}", prompts[i], params, lora_request=adapter)
-            engine.step()
+            outputs += engine.step()
         while engine.has_unfinished_requests():
-            engine.step()
+            outputs += engine.step()
+        return outputs
 
-    def generate(batch: int, tokens: int, adapter, length: int = PROMPT) -> float:
+    def generate(batch: int, tokens: int, adapter, length: int = PROMPT) -> tuple[float, list]:
+        """Seconds, and what vLLM returned."""
         prompts = [
             {"prompt_token_ids": [rng.randrange(10, VOCAB // SHARE) for _ in range(length)]} for _ in range(batch)
         ]
-        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
         # with several GPUs this process has none of them: a result is there when its tokens are
         wait = torch.accelerator.synchronize if gpus == 1 else lambda: None
         wait()
         begin = time.perf_counter()
         if opts.pp > 1:
-            serve(prompts, params, adapter, min(opts.pp, batch))
+            outputs = serve(prompts, params, adapter, min(opts.pp, batch))
         else:
-            llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
         wait()
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        refuse(ids_out_of_range(outputs, vocab))
+        return seconds, outputs
+
+    def refuse(said: list[str]) -> None:
+        if said:
+            raise SystemExit(f"no time is printed, what this engine computes is nothing: {'; '.join(said)}")
 
     if opts.ladder:
         wait_for_turn(opts.rows, opts.ladder)
@@ -472,10 +589,12 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
     rows: list[dict] = []
     for mode in modes:
         adapter = None if mode == "none" else request
-        generate(batches[0], 8, adapter)
+        on_workers(llm, watch_steps, True)
+        _, outputs = generate(batches[0], 8, adapter)
+        refuse(faults(on_workers(llm, watch_steps, False), outputs, vocab))
         for batch in batches:
             before = stolen_s()
-            short, long = (min(generate(batch, n, adapter) for _ in range(opts.repeats)) for n in (SHORT, LONG))
+            short, long = (min(generate(batch, n, adapter)[0] for _ in range(opts.repeats)) for n in (SHORT, LONG))
             stolen = round(stolen_s() - before, 2)
             step = (long - short) / (LONG - SHORT)
             row = {

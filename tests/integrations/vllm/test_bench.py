@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -239,6 +241,85 @@ def test_functions_reach_other_processes_by_value(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", reader], input=sent, capture_output=True, cwd=tmp_path, check=True)
     assert done.stdout.decode().strip() == "('model', 7, 2.0)"
+
+
+def test_sampled_tokens_wait_for_the_models_stream(harness, bench, monkeypatch):
+    """Without PyNccl vLLM's first `current_stream`, Marlin's, moves the model off the stream that its handler keeps."""
+    from vllm.utils import torch_utils
+    from vllm.v1.worker.gpu import pp_utils
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    now = [Stream()]
+    for name, value in (
+        ("Stream", lambda *a: Stream()), ("current_stream", lambda *a: now[0]), ("is_available", lambda: True),
+        ("set_stream", torch_utils._patched_set_stream), ("synchronize", lambda: None),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: now.__setitem__(0, stream))
+    monkeypatch.setattr(torch_utils, "_current_stream_tls", threading.local())
+    worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(pp_handler=None), device=torch.device("cpu"))
+    assert not bench.on_the_models_stream(worker)
+    worker.model_runner.pp_handler = handler = pp_utils.PPHandler(4, 0, worker.device)
+    assert not bench.on_the_models_stream(worker) and handler.main_stream is now[0]
+    torch_utils.current_stream()
+    assert handler.main_stream is not now[0], "vLLM has put it right itself: the bench need not"
+    assert bench.on_the_models_stream(worker) and handler.main_stream is now[0]
+
+
+class Runner:
+    """As vLLM's, as far as the bench watches it: requests of two, three and one tokens, then a token each."""
+
+    def __init__(self, first=True, last=True, received=(5, 6, 7), logits=0.0):
+        self.is_first_pp_rank, self.last, self.steps = first, last, [[[1, 2], [3, 4, 3], [9]], [[i] for i in received]]
+        self.model, self.value = torch.nn.Module(), logits
+        self.model.compute_logits = lambda hidden: torch.full((3, 8), self.value)
+
+    def get_model(self):
+        return self.model
+
+    def prepare_inputs(self, step):
+        starts = np.cumsum([0, *map(len, self.steps[step])])
+        ids = torch.tensor([*sum(self.steps[step], []), 77, 77])  # a graph's padding
+        return types.SimpleNamespace(req_ids=["a", "b", "c"], query_start_loc_np=starts, input_ids=ids)
+
+    def generate(self, bench):
+        worker = types.SimpleNamespace(model_runner=self)
+        assert bench.watch_steps(worker, True) is None
+        for step in range(2):
+            self.prepare_inputs(step)
+            if self.last:
+                self.model.compute_logits(None)
+        found = bench.watch_steps(worker, False)
+        assert self.prepare_inputs == types.MethodType(Runner.prepare_inputs, self), "it is watched no longer"
+        return found
+
+
+def test_no_time_of_an_engine_that_computes_nothing(bench):
+    """Every logit is finite, every id in the vocabulary, and the first stage reads what the last one has sampled."""
+    outputs = [
+        types.SimpleNamespace(prompt_token_ids=prompt, outputs=[types.SimpleNamespace(token_ids=ids)])
+        for prompt, ids in (([1, 2], [5, 0]), ([3, 4, 3], [6, 0]), ([9], [7, 7]))
+    ]
+    found = Runner().generate(bench)
+    assert found == {"read": [[1, 2, 5], [3, 4, 3, 6], [9, 7]], "logits": 6, "bad": 0}
+    assert bench.faults([found], outputs, 10) == []
+    stages = [Runner(last=False).generate(bench), Runner(first=False).generate(bench)]
+    assert [f["logits"] for f in stages] == [0, 6] and stages[1]["read"] == []
+    assert bench.faults(stages, outputs, 10) == []
+    for value in (float("nan"), float("inf")):
+        said = bench.faults([Runner(logits=value).generate(bench)], outputs, 10)
+        assert said == ["48 values of 6 rows of logits are not finite"]
+    stale = [Runner(last=False, received=(5, 99, 0)).generate(bench), stages[1]]
+    assert bench.faults(stale, outputs, 10) == [
+        "of 3 requests the first stage embedded other tokens than were sampled for 2: ids 0 to 99, vocabulary 10"
+    ]
+    assert bench.faults([stages[1]], outputs, 10) == ["no stage read a token"]
+    assert bench.faults([stages[0]], outputs, 10) == ["no stage computed logits"]
+    assert bench.faults([found], outputs, 7) == ["sampled ids 0 to 7, vocabulary 7"]
+    assert bench.ids_out_of_range([], 7) == ["no token was sampled"]
 
 
 CELL = """
