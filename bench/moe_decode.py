@@ -391,10 +391,13 @@ def measure(case: Case, layers: Layers, peers: list, rounds: int, limit: float =
     return row
 
 
-def add_tax(rows: list[dict]) -> None:
-    """``without_us`` and ``tax`` of each row with adapters: against the faster of our and vLLM's time without any."""
+def add_tax(rows: Sequence[dict], known: Sequence[dict] = ()) -> None:
+    """``without_us`` and ``tax`` of each row with adapters: against the faster of our and vLLM's time without any.
+
+    That is of the same run, or where it timed no call without adapters, of those on record (``known``).
+    """
     bare = {}
-    for row in rows:
+    for row in (*known, *rows):
         if not row["rank"]:
             bare[row["model"], row["tp"], row["base"], row["routing"], row["tokens"]] = row
     for row in rows:
@@ -452,6 +455,7 @@ def run_grid(cases: list[Case], peer: bool, rounds: int, save: bool) -> tuple[li
 
     rows: list[dict] = []
     failures: list[str] = []
+    known = harness.read_rows(harness.results_path("moe_decode"))
     with Progress(disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("cases", total=len(cases))
         for group, members in groups_of(in_order(cases)):
@@ -467,7 +471,7 @@ def run_grid(cases: list[Case], peer: bool, rounds: int, save: bool) -> tuple[li
                     failures.append(f"{case.key}: {type(failure).__name__}: {failure}")
                     print(failures[-1], file=sys.stderr, flush=True)
                     continue
-                add_tax(done)
+                add_tax(done, known)
                 if save:  # a run that is cut short keeps what it measured
                     harness.write_rows("moe_decode", done[-1:])
             rows += done

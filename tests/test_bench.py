@@ -89,6 +89,8 @@ def test_tax_is_against_the_faster_run_without_adapters(bench):
     bench.add_tax([bare, with_lora, alone])
     assert (with_lora["tax"], with_lora["without_us"], with_lora["without_share"]) == (0.12, 100.0, 0.9)
     assert "tax" not in alone
+    bench.add_tax([alone], [bare, {**bare, "tokens": 32, "us": 80.0}])
+    assert alone["tax"] == 0.4, "against the record, where the run has none"
 
 
 def test_rows_are_merged_by_case(harness, tmp_path, monkeypatch):
