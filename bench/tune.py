@@ -5,11 +5,12 @@
     python bench/tune.py --model qwen3-30b-a3b --tp 1 --tokens 8,16,32 --passes 1
     python bench/tune.py --base mxfp8 --tokens 16,32,64 --passes 1
 
-Coordinate descent by whole-layer times as `moe_decode.py` takes them: each pass times every neighbour of the best
-configuration so far that differs in one group of fields, then puts the groups that gained together, the largest gain
-first, as long as each addition makes the layer faster. All neighbours of a pass are compiled in parallel first. A
-configuration whose result leaves the starting one's is discarded. The table holds one entry for each token count, saved
-as soon as its pass is through; a call is served by the smallest entry that holds it.
+Coordinate descent by whole-layer times as `moe_decode.py` takes them, from the fastest of the present configuration and
+those that the table has for as many tokens of other shapes: each pass times every neighbour of the best configuration
+so far that differs in one group of fields, then puts the groups that gained together, the largest gain first, as long
+as each addition makes the layer faster. All neighbours of a pass are compiled in parallel first. A configuration whose
+result leaves the starting one's is discarded. The table holds one entry for each token count, saved as soon as its pass
+is through; a call is served by the smallest entry that holds it.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ import torch
 import typer
 from moe_decode import LIMIT, PREFILL, TOKENS, Bound, Case, Layers, bind, checked, compile_case
 
+from beam_moe.config import Shard
 from beam_moe.kernels import tuning
 from beam_moe.kernels.moe_lora import MoEConfig
 from beam_moe.kernels.moe_lora.config import OPS
@@ -56,6 +58,10 @@ class Sweep:
             total = float("inf")
         self.known[config] = total
         return total
+
+    def fastest(self, configs: Iterable[MoEConfig], start: dict[str, float]) -> MoEConfig:
+        """The first one fills ``start``."""
+        return min(configs, key=lambda config: self.relative(config, start))
 
     def improve(self, best: MoEConfig, start: dict[str, float]) -> MoEConfig:
         """One pass over the neighbours of ``best``."""
@@ -94,11 +100,31 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def compile_pass(pool, sweeps: Iterable[tuple[Sweep, MoEConfig]]) -> None:
-    """Compile the untried neighbours of every bucket's best configuration, all processes busy."""
+def starts(sweep: Sweep, count: int) -> list[MoEConfig]:
+    """The configuration that ``count`` tokens have now, then those of other shapes."""
+    layers, shard = sweep.layers, sweep.layers.shard
+    sizes = (shard.top_k, shard.num_experts, shard.hidden, shard.intermediate)
+    now = MoEConfig.pick(layers.device, count, *sizes, base=sweep.base)
+    found = tuning.of_other_shapes(layers.device, OPS[sweep.base], count, **shape_of(shard))
+    others = (MoEConfig(**config) for config in found)
+    return list(dict.fromkeys((now, *others)))
+
+
+def shape_of(shard: Shard) -> dict[str, int]:
+    """The key of its entries in the table."""
+    return {
+        "top_k": shard.top_k,
+        "experts": shard.num_experts,
+        "hidden": shard.hidden,
+        "intermediate": shard.intermediate,
+    }
+
+
+def compile_pass(pool, sweeps: Iterable[tuple[Sweep, Iterable[MoEConfig]]]) -> None:
+    """Compile what a sweep is about to try, all processes busy."""
     work = []
-    for sweep, best in sweeps:
-        configs = [c for c in (best, *best.candidates(sweep.base)) if c not in sweep.known]
+    for sweep, wanted in sweeps:
+        configs = [c for c in wanted if c not in sweep.known]
         for first in range(0, len(configs), 6):
             work += [(case, False, configs[first : first + 6]) for case in sweep.cases]
     for future in [pool.submit(compile_case, *item) for item in work]:
@@ -120,30 +146,17 @@ def main(
         raise typer.Exit(2)
     counts = numbers(tokens)
     layers = Layers(Case(model, tp, base, "none", "uniform", 1), harness.device(), torch.bfloat16, max(counts))
-    shard = layers.shard
+    shape = shape_of(layers.shard)
     sweeps, best, start = {}, {}, {}
     for count in counts:
         cases = [Case(model, tp, base, layout, "uniform", count) for layout in layouts.split(",")]
-        sweeps[count] = Sweep(cases, layers)
-        best[count] = MoEConfig.pick(
-            layers.device,
-            count,
-            shard.top_k,
-            shard.num_experts,
-            shard.hidden,
-            shard.intermediate,
-            base=sweeps[count].base,
-        )
-        start[count] = {}
-    shape = {
-        "top_k": shard.top_k,
-        "experts": shard.num_experts,
-        "hidden": shard.hidden,
-        "intermediate": shard.intermediate,
-    }
+        sweeps[count], start[count] = Sweep(cases, layers), {}
     with harness.compile_pool(jobs) as pool:
+        compile_pass(pool, ((sweeps[count], starts(sweeps[count], count)) for count in counts))
+        for count in counts:
+            best[count] = sweeps[count].fastest(starts(sweeps[count], count), start[count])
         for _ in range(passes):
-            compile_pass(pool, ((sweeps[count], best[count]) for count in counts))
+            compile_pass(pool, ((sweeps[n], (best[n], *best[n].candidates(sweeps[n].base))) for n in counts))
             for count in counts:
                 best[count] = sweeps[count].improve(best[count], start[count])
                 relative = sweeps[count].relative(best[count], start[count])

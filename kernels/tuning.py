@@ -87,6 +87,16 @@ def lookup(device: Device, op: str, rows: int, **shape: int | str) -> Config | N
     return _find(device_folder(device), op, rows, frozenset(shape.items()))
 
 
+def of_other_shapes(device: Device, op: str, rows: int, **shape: int | str) -> list[Config]:
+    """What the table holds for as many rows of every other shape, each once: where a search for ``shape`` may start."""
+    found: list[Config] = []
+    for other in _table(device_folder(device), op):
+        config = _find(device_folder(device), op, rows, other)
+        if other != frozenset(shape.items()) and config is not None and config not in found:
+            found.append(config)
+    return found
+
+
 @contextmanager
 def override(op: str, config: Mapping[str, Any]) -> Iterator[None]:
     """Within the block every lookup of ``op`` yields ``config``: for tests and for the tuner itself."""

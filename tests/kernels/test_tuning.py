@@ -82,6 +82,18 @@ def test_override_nests_and_ends(tables):
     assert tuning.lookup("x", "op", 7) is None
 
 
+def test_a_search_may_start_where_other_shapes_are(tables):
+    for k, rows, block_n in ((8, 4, 32), (8, 16, 64), (16, 4, 128), (32, 4, 128), (64, 8, 32)):
+        tuning.save("NVIDIA H200", "op", [{"shape": {"k": k}, "rows": rows, "config": {"block_n": block_n}}])
+
+    def found(device, rows, k):
+        return sorted(config["block_n"] for config in tuning.of_other_shapes(device, "op", rows, k=k))
+
+    assert found("NVIDIA H200", 4, 16) == [32, 128]  # each once, the shape's own left out
+    assert found("NVIDIA H200", 5, 9) == [32, 64, 128]
+    assert found("x", 4, 16) == []
+
+
 def test_shipped_tables_are_well_formed():
     for path in tuning.CONFIGS.glob("*/*.json"):
         table = json.loads(path.read_text())
