@@ -9,18 +9,19 @@ Coordinate descent by whole-layer times as `moe_decode.py` takes them, from the 
 those that the table has for as many tokens of other shapes: each pass times every neighbour of the best configuration
 so far that differs in one group of fields, then puts the groups that gained together, the largest gain first, as long
 as each addition makes the layer faster. All neighbours of a pass are compiled in parallel first. A configuration whose
-result leaves the starting one's is discarded. The table holds one entry for each token count, saved as soon as its pass
-is through; a call is served by the smallest entry that holds it.
+result leaves the reference's is discarded. The table holds one entry for each token count, saved as soon as its pass is
+through; a call is served by the smallest entry that holds it.
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterable
 
 import harness
 import torch
 import typer
-from moe_decode import LIMIT, PREFILL, TOKENS, Bound, Case, Layers, bind, checked, compile_case
+from moe_decode import LAYOUTS, LIMIT, PREFILL, TOKENS, Bound, Case, Layers, bind, checked, compile_case
 
 from beam_moe.config import Shard
 from beam_moe.kernels import tuning
@@ -36,6 +37,8 @@ class Sweep:
     def __init__(self, cases: list[Case], layers: Layers):
         self.cases, self.layers = cases, layers
         self.base = kernel_base(cases[0])
+        per_expert = {bool(how.rank) and not how.shared_outer for how in (LAYOUTS[case.layout] for case in cases)}
+        self.unseen = {name for name, taken in (("wide", False), ("lora_wide", True)) if taken not in per_expert}
         self.known: dict[MoEConfig, float] = {}
         self.bound: dict[str, Bound] = {}
 
@@ -63,11 +66,15 @@ class Sweep:
         """The first one fills ``start``."""
         return min(configs, key=lambda config: self.relative(config, start))
 
+    def neighbours(self, best: MoEConfig) -> list[MoEConfig]:
+        """Candidates beside ``best``, without those of another width that no case takes: noise would choose it."""
+        return [c for c in best.candidates(self.base) if not self.unseen & changed(best, c).keys()]
+
     def improve(self, best: MoEConfig, start: dict[str, float]) -> MoEConfig:
         """One pass over the neighbours of ``best``."""
         origin, now = best, self.relative(best, start)
         gains = []
-        for candidate in best.candidates(self.base):
+        for candidate in self.neighbours(best):
             gain = now - self.relative(candidate, start)
             if gain > MIN_GAIN:
                 gains.append((gain, changed(best, candidate)))
@@ -136,7 +143,9 @@ def main(
     tp: int = typer.Option(8, help="Tensor parallelism of the experts."),
     base: str = typer.Option("bf16", help="bf16 or mxfp8: the experts' weights."),
     tokens: str = typer.Option(",".join(map(str, (*TOKENS, 1024, PREFILL))), help="Token counts, one entry each."),
-    layouts: str = typer.Option("per_expert_r32", help="Layouts of moe_decode.py whose mean time counts."),
+    layouts: str = typer.Option(
+        "per_expert_r32", help="Layouts of moe_decode.py whose mean time counts; `wide` is tuned by none, say."
+    ),
     passes: int = typer.Option(2, help="Rounds of neighbours."),
     jobs: int = typer.Option(-1, help="Processes that compile; -1: by the machine's cores."),
     save: bool = typer.Option(True, help="Write the table; otherwise only print it."),
@@ -156,10 +165,13 @@ def main(
         for count in counts:
             best[count] = sweeps[count].fastest(starts(sweeps[count], count), start[count])
         for _ in range(passes):
-            compile_pass(pool, ((sweeps[n], (best[n], *best[n].candidates(sweeps[n].base))) for n in counts))
+            compile_pass(pool, ((sweeps[n], (best[n], *sweeps[n].neighbours(best[n]))) for n in counts))
             for count in counts:
                 best[count] = sweeps[count].improve(best[count], start[count])
                 relative = sweeps[count].relative(best[count], start[count])
+                if math.isinf(relative):
+                    print(f"{count:5} tokens: no configuration gave a right result", file=sys.stderr)
+                    continue
                 times = ", ".join(f"{us * relative:.1f} of {us:.1f} us" for us in start[count].values())
                 print(f"{count:5} tokens: {times}: {describe(best[count])}", flush=True)
                 if save:
