@@ -36,10 +36,15 @@ def provenance(rows: list[dict]) -> str:
     """Device, versions and commits of the rows, which may come from several runs."""
     versions = rows[0]["versions"]
     named = ", ".join(f"{name} {versions[name]}" for name in ("driver", "torch", "triton", "vllm") if name in versions)
-    commits = ", ".join(dict.fromkeys(f"`{row['commit'][:10]}`" for row in rows))
+    commits = ", ".join(dict.fromkeys(f"`{cut(row['commit'])}`" for row in rows))
     reads = sorted({row["read_tb_s"] for row in rows if row.get("read_tb_s")})
     read = f"; read bandwidth {' to '.join(map(str, dict.fromkeys((reads[0], reads[-1]))))} TB/s" if reads else ""
     return f"{rows[0]['device']}; {named}{read}; commit {commits}, {max(row['date'] for row in rows)}."
+
+
+def cut(commit: str) -> str:
+    """Ten digits of a hash, and that the sources were not all of that commit where they were not."""
+    return commit[:10] + "-dirty" * commit.endswith("-dirty")
 
 
 def percent(value: float | None) -> str:
