@@ -41,7 +41,7 @@ from beam_moe.testing import error_ratio
 START = time.monotonic()
 
 ROOT = Path(__file__).resolve().parents[1]
-H200_READ_TB_S = 4.42  # the largest read bandwidth measured on an NVIDIA H200; no floor here assumes less
+H200_READ_TB_S = 4.42  # what targets for an NVIDIA H200 were set with; no floor here assumes less
 L2_MULTIPLE = 4  # one turn through the operand sets reads at least this many times the L2
 
 Calls = Sequence[Callable[[], object]]
