@@ -473,8 +473,9 @@ def test_one_launch_for_the_products_has_the_bits_of_three(device, case, tiles, 
         assert torch.equal(fused_moe(**args, config=narrow), apart)
 
 
-# blocks of 8 rows of an expert: one, two, four, none; and a row without one
+# two choices a token, which make blocks of 8 rows of an expert: one, two, four, none; and a row without one
 CROWDED = [0] * 3 + [1] * 10 + [2] * 26 + [-1]
+BARE_ROWS = slice(6, 11)  # tokens without an adapter: all of the third expert's first block
 WIDE_CASES = {
     "bare": {},
     "adapters": {"rank": 8, "slots": 1},
@@ -489,8 +490,10 @@ def same(got, want):
 
 
 def crowded(device, case):
-    args = layer(device, len(CROWDED), top_k=1, experts=4, hidden=40, dtype=torch.bfloat16, **WIDE_CASES[case])
-    args["topk_ids"] = ints(*CROWDED, device=device)[:, None]
+    args = layer(device, len(CROWDED) // 2, experts=4, hidden=40, dtype=torch.bfloat16, **WIDE_CASES[case])
+    args["topk_ids"] = ints(*CROWDED, device=device).view(-1, 2)
+    if "lora" in args:
+        args["lora_ids"][BARE_ROWS] = -1
     return args
 
 
@@ -499,12 +502,15 @@ def crowded(device, case):
     [("bare", False, 2), ("adapters", True, 1), ("two_slots", False, 1), ("shared", True, 2)],
 )
 def test_blocks_of_an_expert_taken_together_give_the_same(device, case, whole, splits):
-    """In launches of their own and in one; there down of the last blocks in narrower parts too."""
+    """In launches of their own and in one; there down of the last blocks in narrower parts too.
+
+    Bare and shared calls look at one width, the others at the other, whichever is above 1.
+    """
     args = crowded(device, case)
     config = dataclasses.replace(SMALL, block_m=8, splits=splits, down_whole=whole, down_block_n=32, down_tiles=2)
     apart = check(args, config)
-    for wide, lag in ((4, 0), (2, 2)):
-        together = dataclasses.replace(config, wide=wide, lora_wide=wide, lag=lag, tail=3, tail_tiles=1)
+    for wide, lora_wide, lag in ((4, 2, 0), (1, 4, 4), (2, 1, 2)):
+        together = dataclasses.replace(config, wide=wide, lora_wide=lora_wide, lag=lag, tail=3, tail_tiles=1)
         same(fused_moe(**args, config=together), apart)
 
 
@@ -568,16 +574,17 @@ def test_one_launch_needs_a_plan_and_one_number_of_warps(device):
 
 
 class AnyOrder:
-    """A kernel whose programs run in a shuffled order, or the reverse one; one that must wait is tried again later."""
+    """A kernel whose programs run in an order of chance (``seed`` 1 and on), or the reverse one; one that must wait is
+    tried again later."""
 
-    def __init__(self, kernel, shuffle):
-        self.kernel, self.shuffle, self.postponed = kernel, shuffle, 0
+    def __init__(self, kernel, seed):
+        self.kernel, self.seed, self.postponed = kernel, seed, 0
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
             programs = list(reversed(range(grid[0])))
-            if self.shuffle:
-                random.Random(0).shuffle(programs)
+            if self.seed:
+                random.Random(self.seed).shuffle(programs)
             while programs:
                 waiting = [p for p in programs if not self.ends(p, args, kwargs)]
                 assert len(waiting) < len(programs), "every program waits for another"
@@ -614,9 +621,9 @@ def test_programs_of_one_launch_may_end_in_any_order_that_their_waits_allow(devi
     apart = fused_moe(**args, config=config)
     args["workspace"] = Workspace(torch.empty(1 << 20, dtype=torch.uint8, device=device), 9, 2, 40)
     kernel = fused._joined_kernel
-    for shuffle in (False, True):
+    for seed in (0, 1):
         args["workspace"].buffer.fill_(255)
-        order = AnyOrder(kernel, shuffle)
+        order = AnyOrder(kernel, seed)
         monkeypatch.setattr(fused, "_joined_kernel", order)
         assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=lag)), apart)
         assert order.postponed or case == "nothing_routed"
@@ -628,12 +635,14 @@ def test_blocks_taken_together_wait_for_each_of_them(device, case, monkeypatch):
     args = crowded(device, case)
     config = dataclasses.replace(SMALL, block_m=8)
     apart = fused_moe(**args, config=config)
-    args["workspace"] = Workspace(torch.empty(1 << 20, dtype=torch.uint8, device=device), len(CROWDED), 1, 8)
-    args["workspace"].buffer.fill_(255)
-    order = AnyOrder(fused._joined_kernel, True)
-    monkeypatch.setattr(fused, "_joined_kernel", order)
-    same(fused_moe(**args, config=dataclasses.replace(config, wide=4, lora_wide=4, lag=4)), apart)
-    assert order.postponed
+    args["workspace"] = Workspace(torch.empty(1 << 20, dtype=torch.uint8, device=device), len(CROWDED) // 2, 2, 8)
+    kernel = fused._joined_kernel
+    for seed in (2, 3):  # where activate of a block would come before the programs that take its rows
+        args["workspace"].buffer.fill_(255)
+        order = AnyOrder(kernel, seed)
+        monkeypatch.setattr(fused, "_joined_kernel", order)
+        same(fused_moe(**args, config=dataclasses.replace(config, wide=4, lora_wide=4, lag=4)), apart)
+        assert order.postponed
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU would hang")
