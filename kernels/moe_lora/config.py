@@ -19,8 +19,8 @@ OPS = {"dense": "moe_lora", "mxfp8": "moe_lora_mxfp8"}  # the table of each kind
 class MoEConfig:
     """Launch parameters of one layer.
 
-    They depend on the shape of the call alone, never on adapters or routing: a row's bits are the same whether or not
-    an adapter is loaded.
+    They depend on the shape of the call alone, never on adapters or routing, and what of them a call uses beside its
+    adapters (`lora_wide`) does not show in its sums: a row's bits are the same whether or not an adapter is loaded.
     """
 
     # routed rows of a block; for 8 Triton takes mma.sync, for more wgmma: the former holds weights in registers, where
