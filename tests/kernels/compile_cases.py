@@ -189,7 +189,7 @@ def moe_lora():
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, one_a=True), emap=True)
     joined = MoEConfig(rows="plan", lag=8, splits=2, up_stages=3, down_block_n=64, down_stages=3)
     whole = replace(joined, down_whole=True, down_stages=2, down_tiles=4)
-    narrow = replace(joined, block_m=8, wide=4, lag=0), replace(joined, block_m=8, wide=2, down_whole=True)
+    narrow = replace(joined, block_m=8, wide=4, lora_wide=2, lag=0), replace(joined, block_m=8, wide=2, down_whole=True)
     for config in (joined, whole, *narrow):
         layer(16, *beam, config=config)
         layer(16, *beam, lora=bank(1, 256, 32, 5120, 320), config=config)
