@@ -104,7 +104,7 @@ def grid() -> Iterator[Case]:
         for tokens in TOKENS:
             for layout in ("none", "per_expert_r32"):
                 yield Case("beam-1.0", 8, "bf16", layout, routing, tokens)
-    for model, tp in (("qwen3-30b-a3b", 1), ("beam-1.0", 4), ("beam-1.0", 1)):
+    for model, tp in (("qwen3-30b-a3b", 1), ("beam-1.0", 4), ("beam-1.0", 2), ("beam-1.0", 1)):
         for tokens in TOKENS if model != "beam-1.0" else FEW_TOKENS:
             for layout in HEADLINE:
                 yield Case(model, tp, "bf16", layout, "uniform", tokens)
