@@ -1,11 +1,16 @@
 """The bench's own arithmetic: a wrong floor, routing or merge would make every published number wrong."""
 
+import contextlib
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from beam_moe.kernels import tuning
+from beam_moe.kernels.moe_lora import MoEConfig
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 
@@ -24,6 +29,14 @@ def harness(monkeypatch):
     import harness
 
     return harness
+
+
+@pytest.fixture
+def tune(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import tune
+
+    return tune
 
 
 @pytest.mark.parametrize("layout", ["per_expert_r4_of_32", "shared_outer_r32", "one_a_r32", "four_slots_r32"])
@@ -183,3 +196,34 @@ def test_a_memory_plan_of_no_size_is_refused(scripts, name, value):
     for bad, got in ((None, "NoneType"), ({k: v for k, v in model.items() if k != "vocab_size"}, "vocab_size")):
         with pytest.raises(ValueError, match=f"plan: model must be .* got .*{got}"):
             plan(bad, **options)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "kept"),
+    [
+        (["per_expert_r32"], {"wide"}),
+        (["one_a_r32", "four_slots_r32"], {"wide"}),
+        (["none", "shared_outer_r32"], {"lora_wide"}),
+        (["none", "per_expert_r32"], set()),
+    ],
+)
+def test_the_tuner_leaves_a_width_that_none_of_its_cases_takes(tune, layouts, kept):
+    sweep = tune.Sweep([tune.Case("beam-1.0", 8, "bf16", layout, "uniform", 16) for layout in layouts], None)
+    start = MoEConfig(block_m=8, wide=2, lag=16)
+    varied = {name for config in sweep.neighbours(start) for name in tune.changed(start, config)}
+    assert {"wide", "lora_wide"} - varied == kept and {"block_m", "lag", "registers"} <= varied
+
+
+def test_the_tuner_writes_no_entry_where_every_configuration_failed(tune, monkeypatch, capsys):
+    shard = SimpleNamespace(top_k=8, num_experts=256, hidden=5120, intermediate=320)
+    layers = SimpleNamespace(shard=shard)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune.harness, "device", lambda: None)
+    monkeypatch.setattr(tune.harness, "compile_pool", contextlib.nullcontext)
+    monkeypatch.setattr(tune, "Layers", lambda *args: layers)
+    monkeypatch.setattr(tune, "compile_pass", lambda *args: None)
+    monkeypatch.setattr(tune, "starts", lambda *args: [MoEConfig()])
+    monkeypatch.setattr(tune, "bind", lambda *args: 1 / 0)
+    monkeypatch.setattr(tuning, "save", lambda *args: pytest.fail(str(args)))
+    tune.main("beam-1.0", 8, "bf16", "3", "none", passes=1, jobs=1, save=True)
+    assert "3 tokens: no configuration gave a right result" in capsys.readouterr().err

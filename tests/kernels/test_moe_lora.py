@@ -2,17 +2,14 @@
 such layers have met. On the CPU in Triton's interpreter; a GPU adds graphs, large strides and the memory checker.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -682,43 +679,6 @@ def test_the_tuner_can_find_the_rows_and_registers_that_its_tables_hold(base):
             config = MoEConfig(**entry["config"])
             assert config.joins and (config.block_m, config.wide, config.registers) in tried, entry
             assert config.lora_wide in tried_with_adapters, entry
-
-
-@pytest.fixture
-def tune(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
-    return importlib.import_module("tune")
-
-
-@pytest.mark.parametrize(
-    ("layouts", "kept"),
-    [
-        (["per_expert_r32"], {"wide"}),
-        (["one_a_r32", "four_slots_r32"], {"wide"}),
-        (["none", "shared_outer_r32"], {"lora_wide"}),
-        (["none", "per_expert_r32"], set()),
-    ],
-)
-def test_the_tuner_leaves_a_width_that_none_of_its_cases_takes(tune, layouts, kept):
-    sweep = tune.Sweep([tune.Case("beam-1.0", 8, "bf16", layout, "uniform", 16) for layout in layouts], None)
-    start = MoEConfig(block_m=8, wide=2, lag=16)
-    varied = {name for config in sweep.neighbours(start) for name in tune.changed(start, config)}
-    assert {"wide", "lora_wide"} - varied == kept and {"block_m", "lag", "registers"} <= varied
-
-
-def test_the_tuner_writes_no_entry_where_every_configuration_failed(tune, monkeypatch, capsys):
-    shard = SimpleNamespace(top_k=8, num_experts=256, hidden=5120, intermediate=320)
-    layers = SimpleNamespace(shard=shard)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tune.harness, "device", lambda: None)
-    monkeypatch.setattr(tune.harness, "compile_pool", contextlib.nullcontext)
-    monkeypatch.setattr(tune, "Layers", lambda *args: layers)
-    monkeypatch.setattr(tune, "compile_pass", lambda *args: None)
-    monkeypatch.setattr(tune, "starts", lambda *args: [MoEConfig()])
-    monkeypatch.setattr(tune, "bind", lambda *args: 1 / 0)
-    monkeypatch.setattr(tuning, "save", lambda *args: pytest.fail(str(args)))
-    tune.main("beam-1.0", 8, "bf16", "3", "none", passes=1, jobs=1, save=True)
-    assert "3 tokens: no configuration gave a right result" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("base", ["dense", "mxfp8"])
