@@ -164,6 +164,11 @@ class MoEConfig:
         return out
 
     @property
+    def widest(self) -> int:
+        """The most blocks that a program may take together, whatever adapters a call has."""
+        return max(self.wide, self.lora_wide)
+
+    @property
     def joins(self) -> bool:
         """Whether the launch form fits: one launch for the products needs a plan and one number of warps.
 
@@ -174,10 +179,9 @@ class MoEConfig:
         narrow = self.tail_tiles == 0 or (self.tail_tiles > 0 and self.down_tiles % self.tail_tiles == 0)
         whole = self.tail >= 0 and narrow
         # activate of the last of ``wide`` blocks stands ``lag`` after it, down of all ``2 * lag`` after the first
-        widest = max(self.wide, self.lora_wide)
-        ahead = self.lag == 0 or self.lag >= widest
+        ahead = self.lag == 0 or self.lag >= self.widest
         powers = all(wide > 0 and wide & (wide - 1) == 0 for wide in (self.wide, self.lora_wide))
-        together = powers and (widest == 1 or (self.rows == "plan" and ahead))
+        together = powers and (self.widest == 1 or (self.rows == "plan" and ahead))
         return together and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
 
     def blocks(self, pairs: int, experts: int) -> int:

@@ -49,7 +49,7 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
     return [
         (0 if config.rows == "direct" else blocks * config.block_m, torch.int32),
         (0 if config.rows == "direct" else blocks, torch.int32),
-        (blocks if max(config.wide, config.lora_wide) > 1 else 0, torch.int32),
+        (blocks if config.widest > 1 else 0, torch.int32),
         (config.splits * pairs * 2 * shape.inter, torch.float32),
         (config.splits * pairs * 2 * shape.rank, torch.float32),
         (pairs * shape.inter, None),
