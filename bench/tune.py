@@ -160,10 +160,11 @@ def main(
     for count in counts:
         cases = [Case(model, tp, base, layout, "uniform", count) for layout in layouts.split(",")]
         sweeps[count], start[count] = Sweep(cases, layers), {}
+    firsts = {count: starts(sweeps[count], count) for count in counts}
     with harness.compile_pool(jobs) as pool:
-        compile_pass(pool, ((sweeps[count], starts(sweeps[count], count)) for count in counts))
+        compile_pass(pool, ((sweeps[count], firsts[count]) for count in counts))
         for count in counts:
-            best[count] = sweeps[count].fastest(starts(sweeps[count], count), start[count])
+            best[count] = sweeps[count].fastest(firsts[count], start[count])
         for _ in range(passes):
             compile_pass(pool, ((sweeps[n], (best[n], *sweeps[n].neighbours(best[n]))) for n in counts))
             for count in counts:

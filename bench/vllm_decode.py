@@ -165,7 +165,7 @@ def on_workers(llm, function, *args) -> list:
 
 def on_models(llm, function, *args) -> list:
     """``function(model, *args)`` on every rank. `LLM.apply_model` pickles by name, which a closure has none of."""
-    return llm.collective_rpc(lambda worker: function(worker.get_model(), *args))
+    return on_workers(llm, lambda worker: function(worker.get_model(), *args))
 
 
 def spread_routing(model) -> int:
@@ -524,7 +524,7 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
         compilation_config={"cudagraph_capture_sizes": sorted({*batches, *micro.values()})},
         kernel_config={"enable_jit_warmup": opts.jit_warmup}, **memory_options(opts), **extra,
     )  # fmt: skip
-    if any(on_workers(llm, on_the_models_stream)) and opts.pp > 1:
+    if any(on_workers(llm, on_the_models_stream)):
         print("vLLM's exchange of sampled tokens waited for another stream than the model's: put right", flush=True)
     routers = on_models(llm, spread_routing)
     added = on_models(llm, add_adapter, 1, shared, opts.attention, opts.rank) if lora else [0]
