@@ -244,8 +244,8 @@ def _run(
 
     if cfg.rows == "plan" or images:
         build_plan(
-            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, wide=wide,
-            num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl, planned=cfg.rows == "plan",
+            topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, buffers.totals,
+            wide=wide, num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl, planned=cfg.rows == "plan",
             **images,
         )  # fmt: skip
 

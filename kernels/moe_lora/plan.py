@@ -8,8 +8,8 @@
                                                  one take together, up to WIDE; 0 where an earlier one takes it
 
 Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So
-the plan takes one launch without any exchange between programs, and is the same in every run. For few pairs there is
-no plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both
+the plan takes one launch without any exchange between programs, and is the same in every run. Beyond `COUNT_FIRST`
+pairs that would be most of its time, so a launch before it counts, an expert a program. For few pairs there is no plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both
 tables for `down`, with a block for each pair.
 
 MXFP8 weights are multiplied with fp16 activations: where x is bf16, the same launch normalises its rows.
@@ -23,6 +23,34 @@ import triton.language as tl
 
 from beam_moe.kernels.moe_lora.pipeline import let_next_start, local_expert, wait_for_previous
 from beam_moe.kernels.mxfp8.decode_block import normalize_row
+
+AT_ONCE = 4096  # pairs of one step
+COUNT_FIRST = 4096  # pairs beyond which a launch of its own counts them
+
+
+@triton.jit(do_not_specialize=["P"])
+def _count_kernel(
+    topk_ids_ptr,  # (P,)
+    expert_map_ptr,  # (E_GLOBAL,)
+    totals_ptr,  # (E,)
+    P,
+    E_GLOBAL,
+    E,
+    BLOCK_P: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (E,): each program counts the pairs of one expert."""
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    e = tl.program_id(0)
+    offs_p = tl.arange(0, BLOCK_P)
+    mine = tl.zeros((BLOCK_P,), tl.int32)
+    for first in range(0, P, BLOCK_P):
+        pair = first + offs_p
+        expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
+        mine += (expert == e).to(tl.int32)
+    tl.store(totals_ptr + e, tl.sum(mine, 0))
 
 
 @triton.jit(do_not_specialize=["P", "MAX_BLOCKS", "programs"])
@@ -52,6 +80,8 @@ def _plan_kernel(
     H: tl.constexpr = 0,
     BLOCK_H: tl.constexpr = 0,  # 0: a plan and nothing else
     COUNTED: tl.constexpr = False,  # the 2 * MAX_BLOCKS + 1 counts of the joined launch are set to zero
+    totals_ptr=None,  # (E,), with TOTALS: the pairs of each expert
+    TOTALS: tl.constexpr = False,
 ):
     """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts.
 
@@ -68,14 +98,16 @@ def _plan_kernel(
             tl.store(words_ptr + row, word)
             return
     offs_p = tl.arange(0, BLOCK_P)
-    offs_e = tl.arange(0, BLOCK_E)  # BLOCK_E > E: the last bin takes the pairs that are left out
+    offs_e = tl.arange(0, BLOCK_E)
 
-    counts = tl.zeros((BLOCK_E,), tl.int32)
-    for first in range(0, P, BLOCK_P):
-        pair = first + offs_p
-        expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
-        counts += tl.histogram(tl.where(expert >= 0, expert, BLOCK_E - 1), BLOCK_E)
-    counts = tl.where(offs_e < E, counts, 0)
+    if TOTALS:
+        counts = tl.load(totals_ptr + offs_e, mask=offs_e < E, other=0)
+    else:
+        counts = tl.zeros((BLOCK_E,), tl.int32)
+        for first in range(0, P, BLOCK_P):
+            pair = first + offs_p
+            expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
+            counts += tl.histogram(tl.maximum(expert, 0), BLOCK_E, mask=expert >= 0)
     blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
     block = tl.cumsum(blocks, 0) - blocks
 
@@ -122,6 +154,7 @@ def build_plan(
     block_experts: torch.Tensor,
     widths: torch.Tensor,
     counts: torch.Tensor,
+    totals: torch.Tensor,
     *,
     wide: int,
     num_warps: int,
@@ -133,13 +166,13 @@ def build_plan(
     words: torch.Tensor | None = None,
 ) -> None:
     """Launch the plan of ``topk_ids`` (T, K) into ``order``, ``block_experts`` and, with ``wide`` above 1, ``widths``,
-    laid out as above; zero ``counts``.
+    laid out as above; zero ``counts``. ``totals`` int32 (E,) is used beyond `COUNT_FIRST` pairs.
 
     With ``x`` (T, H), of inner stride 1, further programs of the same launch write its rows' fp16 images to ``xn``
     (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone.
     """
     pairs = topk_ids.numel()
-    extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    launch, extra = {"launch_pdl": True} if pdl else {}, {}
     programs = triton.cdiv(experts, experts_per_program) if planned else 0
     rows = 0
     if x is not None:
@@ -148,25 +181,31 @@ def build_plan(
         num_warps = max(num_warps, min(16, block_h // 1024))
         extra |= {"x_ptr": x, "xn_ptr": xn, "words_ptr": words, "programs": programs}
         extra |= {"stride_xt": x.stride(0), "H": hidden, "BLOCK_H": block_h}
+    emap = topk_ids if expert_map is None else expert_map
+    e_global = 0 if expert_map is None else expert_map.numel()
+    common: dict[str, Any] = dict(
+        BLOCK_P=min(AT_ONCE, max(16, triton.next_power_of_2(pairs))), HAS_MAP=expert_map is not None, PDL=pdl, **launch
+    )
+    if planned and pairs > COUNT_FIRST:
+        _count_kernel[(experts,)](topk_ids, emap, totals, pairs, e_global, experts, num_warps=8, **common)
+        extra |= {"totals_ptr": totals, "TOTALS": True}
     _plan_kernel[(programs + rows,)](
         topk_ids,
-        topk_ids if expert_map is None else expert_map,
+        emap,
         order,
         block_experts,
         widths,
         pairs,
-        0 if expert_map is None else expert_map.numel(),
+        e_global,
         experts,
         block_experts.numel(),
         counts,
         WIDE=wide,
         BLOCK_M=block_m,
-        BLOCK_P=min(4096, max(16, triton.next_power_of_2(pairs))),
-        BLOCK_E=triton.next_power_of_2(experts + 1),
+        BLOCK_E=max(32, triton.next_power_of_2(experts)),
         EXPERTS_PER_PROGRAM=experts_per_program,
-        HAS_MAP=expert_map is not None,
-        PDL=pdl,
         COUNTED=counts.numel() > 0,
         num_warps=num_warps,
+        **common,
         **extra,
     )

@@ -39,6 +39,7 @@ class Buffers(NamedTuple):
     xn: torch.Tensor  # x's fp16 image under MXFP8 weights
     words: torch.Tensor
     counts: torch.Tensor  # of parts done, see `joined`
+    totals: torch.Tensor  # pairs of each expert, see `plan`
 
 
 def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | None]]:
@@ -58,6 +59,7 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
         (shape.tokens * shape.hidden, torch.float16),
         (shape.tokens, torch.int32),
         (2 * blocks + 1 if config.lag else 0, torch.int32),
+        (shape.experts, torch.int32),
     ]
 
 

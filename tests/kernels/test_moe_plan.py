@@ -41,8 +41,9 @@ def plan(ids, expert_map, experts, block_m, device, experts_per_program=1, wide=
     table = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
     counts = torch.full((2 * blocks + 1,), EMPTY, dtype=torch.int32, device=device)
     widths = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
+    totals = torch.full((experts,), EMPTY, dtype=torch.int32, device=device)
     build_plan(
-        ids, emap, experts, block_m, order, table, widths, counts, wide=wide, num_warps=4,
+        ids, emap, experts, block_m, order, table, widths, counts, totals, wide=wide, num_warps=4,
         experts_per_program=experts_per_program, pdl=False,
     )  # fmt: skip
     assert not counts.any(), "the joined launch counts from zero"
@@ -102,6 +103,7 @@ def test_more_pairs_than_a_program_takes_at_once(device):
     ids = torch.randint(-1, 3, (2100, 2), generator=generator)
     ids[2040:2060] = 1
     check(ids.tolist(), None, 3, 32, device, experts_per_program=2)
+    check(ids.tolist(), [2, -1, 0], 3, 32, device, wide=2)
 
 
 def test_the_most_experts_of_which_few_are_chosen(device):
