@@ -54,21 +54,31 @@ def load_s(s_ptr, pair, mask_rows, r, live, P, RANK: tl.constexpr, TILES: tl.con
 
 
 @triton.jit
+def _load_b(slot, live, e, n, mask_n, adapters, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(BLOCK_N, BLOCK_R): the first ranks of an adapter's B2 in some rows of an expert."""
+    _, b2_ptr, _, _, _, stride_bl, stride_be, stride_bn = adapters
+    r = tl.arange(0, BLOCK_R)
+    rows = b2_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_bl + e * stride_be + n.to(tl.int64) * stride_bn
+    return load_ranks(rows[:, None] + r[None, :], mask_n, r, live, RANK)
+
+
+@triton.jit
 def _add_adapters(
-    y, n, mask_n, e, pair, P, own, adapters,
+    acc, b, n, mask_n, ahead, e, pair, P, own, adapters, H: tl.constexpr,
     RANK: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """y with B2 @ s added in the rows of each adapter; the others keep their bits: not even zero is added to them."""
+    """acc (BLOCK_N, BLOCK_M) with B2 @ s added in the columns of each adapter's rows; the others keep their bits.
+
+    ``b`` is the first adapter's B2. Also returns that of the next tile, asked for a tile ahead where there is one
+    (``ahead``).
+    """
     slot_m, first_slot, live_0, s_0 = own
     s_ptr, b2_ptr, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn = adapters
-    r_0 = tl.arange(0, BLOCK_R)
-    zero = tl.zeros((y.shape[1], y.shape[0]), tl.float32)
-    b_offsets = e * stride_be + n.to(tl.int64) * stride_bn
-    b_rows = b2_ptr + tl.maximum(first_slot, 0).to(tl.int64) * stride_bl + b_offsets
-    b = load_ranks(b_rows[:, None] + r_0[None, :], mask_n, r_0, live_0, RANK)
     mine = (slot_m == first_slot) & (live_0 > 0)
-    y = tl.where(mine[:, None], y + tl.trans(dot_fp32(b, s_0, zero, INTERPRETED)), y)
+    acc = tl.where(mine[None, :], dot_fp32(b, s_0, acc, INTERPRETED), acc)
     if MORE:
+        r_0 = tl.arange(0, BLOCK_R)
+        b_offsets = e * stride_be + n.to(tl.int64) * stride_bn
         for slot in range(SLOTS):
             live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
             mine = (slot_m == slot) & (live > 0)
@@ -77,10 +87,11 @@ def _add_adapters(
                 done = tl.where(slot == first_slot, BLOCK_R, 0)
                 for first in tl.range(done, live, BLOCK_R, num_stages=1):
                     r = first + r_0
-                    b = load_ranks(b_rows[:, None] + r[None, :], mask_n, r, live, RANK)
+                    more = load_ranks(b_rows[:, None] + r[None, :], mask_n, r, live, RANK)
                     s = tl.trans(load_s(s_ptr, pair, mine, r, live, P, RANK, TILES))
-                    y = tl.where(mine[:, None], y + tl.trans(dot_fp32(b, s, zero, INTERPRETED)), y)
-    return y
+                    acc = tl.where(mine[None, :], dot_fp32(more, s, acc, INTERPRETED), acc)
+    n += acc.shape[0]
+    return acc, _load_b(first_slot, live_0, e, n, (n < H) & ahead, adapters, RANK, BLOCK_R)
 
 
 @triton.jit
@@ -114,7 +125,7 @@ def sum_experts(
 @triton.jit
 def _mxfp8_tiles(
     h_tiles, exponent_m, h_wide, mask_m, w2, first_row, w_offsets, stride_wn, s_rows, stride_sn, words, y_rows,
-    first_tile, tiles, e, pair, P, own, adapters,
+    first_tile, tiles, e, pair, P, own, b, adapters,
     H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
     MORE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -123,8 +134,8 @@ def _mxfp8_tiles(
 ):  # fmt: skip
     """A program's tiles of y from whole rows of h; returns whether some of their elements do not fit in fp16.
 
-    The fp16 form stores the elements that fit, with ONLY_WIDE the bf16 form stores the others, without it all. Scales
-    and words are loaded a tile ahead of their use: they are too narrow for asynchronous copies.
+    The fp16 form stores the elements that fit, with ONLY_WIDE the bf16 form stores the others, without it all. Scales,
+    words and B2 are loaded a tile ahead of their use: they are too narrow for asynchronous copies.
     """
     offs_n = tl.arange(0, BLOCK_N)
     n = first_tile * BLOCK_N + offs_n
@@ -156,9 +167,12 @@ def _mxfp8_tiles(
             acc = decoded_dot(code, scales[step], row_top(word), h_tiles[step], acc, FP16, SOFT, INTERPRETED)
         if FP16:
             acc = with_factors(acc, word, exponent_m)
-        y = tl.trans(acc)
         if ADAPTED:
-            y = _add_adapters(y, n, mask_n, e, pair, P, own, adapters, RANK, TILES, MORE, BLOCK_R, INTERPRETED)
+            acc, b = _add_adapters(
+                acc, b, n, mask_n, tile + 1 < first_tile + tiles, e, pair, P, own, adapters, H,
+                RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+            )  # fmt: skip
+        y = tl.trans(acc)
         mask = mask_m[:, None] & mask_n[None, :]
         if FP16 or ONLY_WIDE:
             seen |= word
@@ -174,7 +188,7 @@ def _mxfp8_tiles(
 @triton.jit
 def _mxfp8_steps(
     h_rows, mask_m, w2, first_row, w_offsets, stride_wn, s_rows, stride_sn, y_rows, first_tile, tiles,
-    e, pair, P, own, adapters,
+    e, pair, P, own, b, adapters,
     H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
     MORE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -206,22 +220,28 @@ def _mxfp8_steps(
         acc = decoded_dot(code, s_now, 0, tl.trans(h), acc, False, SOFT, INTERPRETED)
         acc = settled(acc, SOFT)
         if step % STEPS == STEPS - 1:
-            y = tl.trans(acc)
             if ADAPTED:
-                y = _add_adapters(y, n, mask_n, e, pair, P, own, adapters, RANK, TILES, MORE, BLOCK_R, INTERPRETED)
+                acc, b = _add_adapters(
+                    acc, b, n, mask_n, tile + 1 < first_tile + tiles, e, pair, P, own, adapters, H,
+                    RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+                )  # fmt: skip
+            y = tl.trans(acc)
             tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last")
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
 
 @triton.jit
 def _dense_tiles(
-    h_rows, mask_m, w_rows, stride_wn, y_rows, first_tile, tiles, e, pair, P, own, adapters,
+    h_rows, mask_m, w_rows, stride_wn, y_rows, first_tile, tiles, e, pair, P, own, b, adapters,
     H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
     MORE: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A program's tiles of y of dense W2; with WHOLE one step spans all of I, and h stays in shared memory."""
+    """A program's tiles of y of dense W2; with WHOLE one step spans all of I, and h stays in shared memory.
+
+    B2 is loaded a tile ahead of its use, for the first tile (``b``) by the caller.
+    """
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -242,9 +262,12 @@ def _dense_tiles(
                     mask_w = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
                     w = tl.load(w_tile + step * BLOCK_K, mask=mask_w, other=0.0)
                 acc = dot(w, h_tiles[step], acc, INTERPRETED)
-            y = tl.trans(acc)
             if ADAPTED:
-                y = _add_adapters(y, n, mask_n, e, pair, P, own, adapters, RANK, TILES, MORE, BLOCK_R, INTERPRETED)
+                acc, b = _add_adapters(
+                    acc, b, n, mask_n, tile + 1 < first_tile + tiles, e, pair, P, own, adapters, H,
+                    RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+                )  # fmt: skip
+            y = tl.trans(acc)
             tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last")
     else:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -263,9 +286,12 @@ def _dense_tiles(
                 h = tl.load(h_rows + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             acc = dot(w, tl.trans(h), acc, INTERPRETED)
             if step % STEPS == STEPS - 1:
-                y = tl.trans(acc)
                 if ADAPTED:
-                    y = _add_adapters(y, n, mask_n, e, pair, P, own, adapters, RANK, TILES, MORE, BLOCK_R, INTERPRETED)
+                    acc, b = _add_adapters(
+                        acc, b, n, mask_n, tile + 1 < first_tile + tiles, e, pair, P, own, adapters, H,
+                        RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+                    )  # fmt: skip
+                y = tl.trans(acc)
                 mask = mask_m[:, None] & mask_n[None, :]
                 tl.store(y_rows + tile * BLOCK_N, y, mask=mask, eviction_policy="evict_last")
                 acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -273,7 +299,7 @@ def _dense_tiles(
 
 @triton.jit
 def _rows_of_y(
-    first_tile, tiles, expert, pair, mask_m, slot_m, first_slot, live_0, h_ptr, w2_ptr, y_ptr, adapters, P,
+    first_tile, tiles, expert, pair, mask_m, slot_m, first_slot, live_0, b, h_ptr, w2_ptr, y_ptr, adapters, P,
     stride_we, stride_wn, H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr,
     TILES: tl.constexpr, MORE: tl.constexpr, WHOLE: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -303,7 +329,7 @@ def _rows_of_y(
     if BASE != "mxfp8":
         w_rows = w2_ptr + e * stride_we + offs_n.to(tl.int64)[:, None] * stride_wn + offs_k[None, :]
         _dense_tiles(
-            h_rows, mask_m, w_rows, stride_wn, y_rows, first_tile, tiles, e, pair, P, own, adapters,
+            h_rows, mask_m, w_rows, stride_wn, y_rows, first_tile, tiles, e, pair, P, own, b, adapters,
             H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES,
             INTERPRETED,
         )  # fmt: skip
@@ -330,26 +356,30 @@ def _rows_of_y(
             columns = columns + (tl.trans(h),)
         found = _mxfp8_tiles(
             columns, -shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, words,
-            y_rows, first_tile, tiles, e, pair, P, own, adapters,
+            y_rows, first_tile, tiles, e, pair, P, own, b, adapters,
             H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
             BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, FP16, False, SOFT, W_TMA, STAGES, INTERPRETED,
         )  # fmt: skip
         if FP16:
             if found != 0:
+                first_b = b
+                if ADAPTED:
+                    n = first_tile * BLOCK_N + offs_n
+                    first_b = _load_b(first_slot, live_0, e, n, n < H, adapters, RANK, BLOCK_R)
                 raw = ()
                 for step in tl.static_range(STEPS):
                     mask_raw = mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
                     raw = raw + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask_raw, other=0.0)),)
                 _mxfp8_tiles(
                     raw, shift, h_wide, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, words,
-                    y_rows, first_tile, tiles, e, pair, P, own, adapters,
+                    y_rows, first_tile, tiles, e, pair, P, own, first_b, adapters,
                     H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
                     BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, False, True, SOFT, W_TMA, 1, INTERPRETED,
                 )  # fmt: skip
     else:
         _mxfp8_steps(
             h_rows, mask_m, codes, expert * H, w_offsets, stride_wn, s_rows, stride_sn, y_rows, first_tile, tiles,
-            e, pair, P, own, adapters, H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
+            e, pair, P, own, b, adapters, H, I, ADAPTED, RANK, TILES, MORE, STEPS, EVEN_N,
             BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, SOFT, W_TMA, STAGES, INTERPRETED,
         )  # fmt: skip
 
@@ -382,11 +412,13 @@ def down_unit(
         expert = tl.where(width > 0, expert, -1)
     P = tl.cast(T * TOP_K, tl.int64)
     adapters = (s_ptr, b2_ptr, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn)
-    slot_m, first_slot, live_0 = 0, 0, 0
+    n = first_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot_m, first_slot, live_0, b = 0, 0, 0, 0
     if ADAPTED:
         slot_m = adapter_slot(lora_ids_ptr, pair // TOP_K, mask_m & (expert >= 0), SLOTS)
         first_slot = tl.max(slot_m, 0)
         live_0 = live_rank(ranks_ptr, enabled_ptr, first_slot, RANK)
+        b = _load_b(first_slot, live_0, expert.to(tl.int64), n, (n < H) & (width == 1), adapters, RANK, BLOCK_R)
 
     if JOINED:
         if expert >= 0:
@@ -401,22 +433,23 @@ def down_unit(
     if expert >= 0:
         if width == 1:
             _rows_of_y(
-                first_tile, tiles, expert, pair, mask_m, slot_m, first_slot, live_0, h_ptr, w2_ptr, y_ptr, adapters, P,
-                stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
+                first_tile, tiles, expert, pair, mask_m, slot_m, first_slot, live_0, b, h_ptr, w2_ptr, y_ptr, adapters,
+                P, stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
                 BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, scales_ptr, words_ptr, stride_se, stride_sn,
                 BASE, FP16, NORMALIZED, SOFT, W_TMA, STAGES,
             )  # fmt: skip
         if WIDE > 1:
             if width > 1:
                 pairs, mask = wide_rows(order_ptr, block, width, WIDE, BLOCK_M)
-                slots, slot, live = 0, 0, 0
+                slots, slot, live, b_wide = 0, 0, 0, 0
                 if ADAPTED:
                     slots = adapter_slot(lora_ids_ptr, pairs // TOP_K, mask, SLOTS)
                     slot = tl.max(slots, 0)
                     live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+                    b_wide = _load_b(slot, live, expert.to(tl.int64), n, n < H, adapters, RANK, BLOCK_R)
                 _rows_of_y(
-                    first_tile, tiles, expert, pairs, mask, slots, slot, live, h_ptr, w2_ptr, y_ptr, adapters, P,
-                    stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
+                    first_tile, tiles, expert, pairs, mask, slots, slot, live, b_wide, h_ptr, w2_ptr, y_ptr, adapters,
+                    P, stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
                     WIDE * BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, scales_ptr, words_ptr, stride_se, stride_sn,
                     BASE, FP16, NORMALIZED, SOFT, W_TMA, WIDE_STAGES,
                 )  # fmt: skip

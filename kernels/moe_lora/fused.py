@@ -4,7 +4,7 @@
     h      = silu(g) * u, (g | u) = W13[e] @ x[t] + B13[l, e] @ (A13[l, e] @ x[t]),  e = topk_ids[t, k], l = lora_ids[t]
 
     launch    reads                         writes                  file
-    plan      topk_ids [, x]                blocks of rows          plan.py      (none for few tokens)
+    plan      topk_ids [, x]                blocks of rows          plan.py      (none for few tokens, two for many)
     gate_up   W13, A13, x                   g | u, t                gate_up.py
     activate  g | u, t, B13, A2             h, s                    activate.py
     down      W2, B2, h, s                  y [, v]                 down.py
@@ -245,8 +245,8 @@ def _run(
     if cfg.rows == "plan" or images:
         build_plan(
             topk_ids, expert_map, experts, cfg.block_m, order, table, buffers.widths, buffers.counts, buffers.totals,
-            wide=wide, num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl, planned=cfg.rows == "plan",
-            **images,
+            wide=wide, num_warps=cfg.plan_warps, experts_per_program=cfg.plan_experts, pdl=pdl,
+            planned=cfg.rows == "plan", **images,
         )  # fmt: skip
 
     if cfg.lag:

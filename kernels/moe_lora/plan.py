@@ -9,8 +9,9 @@
 
 Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So
 the plan takes one launch without any exchange between programs, and is the same in every run. Beyond `COUNT_FIRST`
-pairs that would be most of its time, so a launch before it counts, an expert a program. For few pairs there is no plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both
-tables for `down`, with a block for each pair.
+pairs that would be most of its time, so a launch before it counts, an expert a program. For few pairs there is no
+plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both tables
+for `down`, with a block for each pair.
 
 MXFP8 weights are multiplied with fp16 activations: where x is bf16, the same launch normalises its rows.
 """

@@ -15,6 +15,8 @@ trained, w as it is (or the caller's column copy) if x wants a gradient; the col
 
 Where the hardware has no block-scaled product (before Blackwell) operands are quantised to bf16 values in one pass
 (`fake_quantize`) and multiplied by cuBLAS: the same numbers, to accumulation order.
+
+Inside ``torch.compile`` both layers are custom operators with gradients (`torch_ops`).
 """
 
 import torch
@@ -62,12 +64,13 @@ def _multiply(a, b, dtype: torch.dtype, bias: torch.Tensor | None = None) -> tor
     return out
 
 
-def _save(ctx, x, w, pair, values, *more: torch.Tensor) -> None:
-    """Keep for the backward pass what the gradients that are wanted need, and ``more``.
+def _save(ctx, x, w, bias, pair, values, *more: torch.Tensor) -> None:
+    """Keep for the backward pass what the gradients that are wanted need, and ``more``; the first inputs are x, w, bias.
 
     All of it as saved tensors, so that hooks see them and writing to one before the backward pass is an error.
     """
     need_x, need_w = ctx.needs_input_grad[:2]
+    w_dtype = None if w is None else w.dtype
     col = scale = None
     if pair is not None:
         w, col, scale = None, pair[1].data, pair[1].scale
@@ -75,13 +78,15 @@ def _save(ctx, x, w, pair, values, *more: torch.Tensor) -> None:
         w, col = None, values[1]
     weights = (w, col, scale) if need_x else (None, None, None)
     ctx.save_for_backward(x if need_w else None, *weights, *more)
-    ctx.swizzled = pair is not None and pair[1].swizzled
+    need_bias = bias is not None and ctx.needs_input_grad[2]
+    dtypes = x.dtype, w_dtype, bias.dtype if need_bias else None
+    ctx.options = (pair is not None and pair[1].swizzled, *dtypes)
 
 
-def _saved_columns(ctx, w, col, scale, quantized):
+def _saved_columns(w, col, scale, swizzled, quantized):
     """The weights of dgrad, with the axis that it contracts over last."""
     if scale is not None:
-        return MXFP8Tensor(col, scale, -2, swizzled=ctx.swizzled).mT
+        return MXFP8Tensor(col, scale, -2, swizzled=swizzled).mT
     return quantized(w) if col is None else col.mT
 
 
@@ -92,31 +97,38 @@ class _Linear(torch.autograd.Function):
             wq = pair[0]
         else:
             wq = values[0] if values is not None else _quantized(w, -1)
-        _save(ctx, x, w, pair, values)
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, w, bias)]
+        _save(ctx, x, w, bias, pair, values)
         return _multiply(_quantized(x, -1), wq, x.dtype, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, *weights = ctx.saved_tensors
-        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        dx = dw = dbias = row = col = None
-        if need_x and need_w:
-            row, col = _quantized_both(dy)
-        elif need_x:
-            row = _quantized(dy, -1)
-        elif need_w:
-            col = _quantized(dy, -2)
-        if need_x:
-            dx = _multiply(row, _saved_columns(ctx, *weights, lambda w: _quantized(w, -2)), x_dtype)
-            row = None  # its memory is free for the wgrad's operands
-        if need_w:
-            dw = _multiply(col, _quantized(x, -2), w_dtype)
-        if need_bias:
-            dbias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, dbias, None, None
+        return *linear_gradients(dy, *ctx.saved_tensors, *ctx.options), None, None
+
+
+def linear_gradients(dy, x, w, col, scale, swizzled, x_dtype, w_dtype, bias_dtype):
+    """(dx, dw, dbias) from what `_save` kept; None for those that nothing was kept for, or no dtype of the bias."""
+    need_x, need_w = w is not None or col is not None, x is not None
+    dx = dw = dbias = row = dyc = None
+    if need_x and need_w:
+        row, dyc = _quantized_both(dy)
+    elif need_x:
+        row = _quantized(dy, -1)
+    elif need_w:
+        dyc = _quantized(dy, -2)
+    if need_x:
+        dx = _multiply(row, _saved_columns(w, col, scale, swizzled, lambda w: _quantized(w, -2)), x_dtype)
+        row = None  # its memory is free for the wgrad's operands
+    if need_w:
+        dw = _multiply(dyc, _quantized(x, -2), w_dtype)
+    if bias_dtype is not None:
+        dbias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx, dw, dbias
+
+
+def linear_values(x: torch.Tensor, values):
+    """``values`` where `linear` reads them."""
+    return None if _native(x.device) else values
 
 
 def _check_weight(op: str, x: torch.Tensor, w: Weight, values, ndim: int) -> torch.Size:
@@ -177,6 +189,14 @@ def linear(
     Raises:
         ValueError: an argument does not fit the above.
     """
+    if not torch.compiler.is_compiling():
+        return _linear(x, w, bias, values)
+    from beam_moe.kernels.mxfp8 import torch_ops
+
+    return torch_ops.linear(x, w, bias, values)
+
+
+def _linear(x, w, bias, values) -> torch.Tensor:
     op = "linear"
     _require_tensor(op, x=x)
     _require(x.ndim >= 1, f"{op}: x must have at least one dimension, got {tuple(x.shape)}")
@@ -189,11 +209,10 @@ def linear(
             f"on {bias.device}",
         )
     flat = x.reshape(x.shape[:-1].numel(), shape[1])
-    values = None if _native(x.device) else values
     if isinstance(w, tuple):
         y = _Linear.apply(flat, None, bias, w, None)
     else:
-        y = _Linear.apply(flat, w, bias, None, values)
+        y = _Linear.apply(flat, w, bias, None, linear_values(x, values))
     return y.reshape(*x.shape[:-1], shape[0]) if x.ndim != 2 else y
 
 
@@ -217,31 +236,40 @@ class _GroupedLinear(torch.autograd.Function):
             wq = pair[0]
         else:
             wq = values[0] if values is not None else _grouped_weight(w, -1, x.dtype)
-        _save(ctx, x, w, pair, values, offsets)
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, w)]
+        _save(ctx, x, w, None, pair, values, offsets)
         return _grouped_multiply(fake_quantize(x), wq, offsets, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, *weights, offsets = ctx.saved_tensors
-        need_x, need_w = ctx.needs_input_grad[:2]
-        x_dtype, w_dtype = ctx.dtypes
-        dx = dw = row = col = None
-        dy = dy.contiguous()  # a gradient can come as an expanded scalar, which no grouped GEMM takes
-        if need_x and need_w:
-            row, col = fake_quantize(dy, axis="both", offsets=offsets)
-        elif need_x:
-            row = fake_quantize(dy)
-        elif need_w:
-            col = fake_quantize(dy, axis=-2, offsets=offsets)
-        if need_x:
-            wq = _saved_columns(ctx, *weights, lambda w: _grouped_weight(w, -2, x_dtype))
-            dx = _grouped_multiply(row, wq, offsets, x_dtype)
-            row = wq = None  # their memory is free for the wgrad's operands
-        if need_w:
-            dw = grouped_wgrad(col, fake_quantize(x, axis=-2, offsets=offsets), offsets, out_dtype=w_dtype)
-        return dx, dw, None, None, None
+        *kept, offsets = ctx.saved_tensors
+        swizzled, x_dtype, w_dtype, _ = ctx.options
+        return *grouped_gradients(dy, offsets, *kept, swizzled, x_dtype, w_dtype), None, None, None
+
+
+def grouped_gradients(dy, offsets, x, w, col, scale, swizzled, x_dtype, w_dtype):
+    """(dx, dw) as in `linear_gradients`."""
+    need_x, need_w = w is not None or col is not None, x is not None
+    dx = dw = row = dyc = None
+    dy = dy.contiguous()  # a gradient can come as an expanded scalar, which no grouped GEMM takes
+    if need_x and need_w:
+        row, dyc = fake_quantize(dy, axis="both", offsets=offsets)
+    elif need_x:
+        row = fake_quantize(dy)
+    elif need_w:
+        dyc = fake_quantize(dy, axis=-2, offsets=offsets)
+    if need_x:
+        wq = _saved_columns(w, col, scale, swizzled, lambda w: _grouped_weight(w, -2, x_dtype))
+        dx = _grouped_multiply(row, wq, offsets, x_dtype)
+        row = wq = None  # their memory is free for the wgrad's operands
+    if need_w:
+        dw = grouped_wgrad(dyc, fake_quantize(x, axis=-2, offsets=offsets), offsets, out_dtype=w_dtype)
+    return dx, dw
+
+
+def grouped_values(x: torch.Tensor, w: torch.Tensor, values):
+    """``values`` where `grouped_linear` reads them."""
+    return values if grouped_matmul_fits(w, x.dtype) else None
 
 
 def grouped_linear(
@@ -264,6 +292,14 @@ def grouped_linear(
     Raises:
         ValueError: an argument does not fit the above.
     """
+    if not torch.compiler.is_compiling():
+        return _grouped_linear(x, w, offsets, values)
+    from beam_moe.kernels.mxfp8 import torch_ops
+
+    return torch_ops.grouped_linear(x, w, offsets, values)
+
+
+def _grouped_linear(x, w, offsets, values) -> torch.Tensor:
     op = "grouped_linear"
     _require_tensor(op, x=x)
     _require(x.ndim == 2, f"{op}: x must be (T, K), got {tuple(x.shape)}")
@@ -271,6 +307,4 @@ def grouped_linear(
     _check_offsets(op, offsets, shape[0], x.shape[0], x.device)
     if isinstance(w, tuple):
         return _GroupedLinear.apply(x, None, offsets, w, None)
-    if values is not None and not grouped_matmul_fits(w, x.dtype):
-        values = None
-    return _GroupedLinear.apply(x, w, offsets, None, values)
+    return _GroupedLinear.apply(x, w, offsets, None, grouped_values(x, w, values))
