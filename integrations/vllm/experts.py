@@ -6,7 +6,8 @@ bare row's result does not change when an adapter is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,10 @@ from vllm.model_executor.layers.fused_moe.experts.mxfp8_emulation_moe import Mxf
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.prepare_finalize import (
+    MoEPrepareAndFinalizeNaiveDPEPModular,
+    make_moe_prepare_and_finalize_no_dp_ep,
+)
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8 import (  # noqa: E501
     CompressedTensorsW8A8Mxfp8MoEMethod,
@@ -28,6 +33,8 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 from beam_moe import env
 from beam_moe.integrations.vllm import metrics
 from beam_moe.kernels.moe_lora import ExpertLoRA, MoEConfig, fused_moe
+from beam_moe.kernels.moe_lora.plan import COUNT_FIRST
+from beam_moe.kernels.moe_lora.workspace import CHUNK
 from beam_moe.kernels.mxfp8 import MXFP8Tensor, prepare
 from beam_moe.kernels.silu_mul import silu_mul
 
@@ -167,11 +174,12 @@ class _FusedExperts:
         if ctx is None:
             return None, None
         meta = ctx.punica_wrapper.token_mapping_meta
+        if ctx.local_token_lora_mapping is not None:
+            # gathered from every replica: neither this one's flag nor its graph knows of the others' adapters
+            return self.bank, ctx.local_token_lora_mapping[:rows]
         # a tensor on the host. A graph captured while it is set is replayed for batches without adapters only
         if meta.no_lora_flag_cpu.item():
             return None, None
-        if ctx.local_token_lora_mapping is not None:
-            return self.bank, ctx.local_token_lora_mapping[:rows]
         return self.bank, meta.token_lora_mapping[:rows]
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *args: Any) -> tuple[tuple[int, ...], ...]:
@@ -334,7 +342,7 @@ class BeamMxfp8Experts(_FusedExperts, Mxfp8TritonExpertsBase):
         if hidden_states.shape[0] > LARGEST_CALL:
             raise ValueError(
                 f"BeamMxfp8Experts: at most {LARGEST_CALL} tokens a call, got {hidden_states.shape[0]}: "
-                "lower max_num_batched_tokens"
+                "lower max_num_batched_tokens, which counts once for each data-parallel replica"
             )
         return super().apply(output, hidden_states, w1, w2, *args, **kwargs)
 
@@ -467,22 +475,31 @@ class ExpertsWarmup(VllmJitKernel[Any]):
         with_lora = any(e._lora_context is not None for r in self.runners if (e := experts_of(r)) is not None)
         return [(n, lora) for n in sorted(sizes) for lora in ((False, True) if with_lora else (False,))]
 
+    def _largest(self, runner: Any) -> int:
+        """Most tokens of one call: with data parallelism those of every replica, which each gathers."""
+        return self.max_tokens * runner.moe_config.moe_parallel_config.dp_size
+
     def _sizes(self, runner: Any) -> set[int]:
         """A size for each configuration that can be launched, and the largest of all."""
-        layer, experts = runner.routed_experts, experts_of(runner)
+        layer, experts, largest = runner.routed_experts, experts_of(runner), self._largest(runner)
         w1, w2, top_k = layer.w13_weight, layer.w2_weight, runner.moe_config.experts_per_token
-        limit = 0 if experts is None or experts.reason else min(experts.limit(), self.max_tokens)
+        limit = 0 if experts is None or experts.reason else min(experts.limit(), largest)
         first: dict[Any, int] = {}
         for n in range(1, limit + 1):  # each: a configuration may serve a few sizes only
-            # our kernels specialise on their configuration and, where they look through all pairs, on their number
-            first.setdefault((experts.config(n, top_k, w1, w2), (n * top_k - 1).bit_length()), n)
+            if n > CHUNK and not envs.VLLM_BATCH_INVARIANT:
+                break  # its passes are calls of fewer tokens, each with the configuration of its own size
+            config = experts.config(n, top_k, w1, w2)
+            for tokens in {min(n, CHUNK), (n - 1) % CHUNK + 1}:  # a full pass and the last one
+                pairs = tokens * top_k
+                # our kernels specialise on their configuration and, where they look through all pairs, on their number
+                first.setdefault((config, (pairs - 1).bit_length(), pairs > COUNT_FIRST), n)
         name = None if experts is None else experts.quant_config.config_name(runner.moe_config.in_dtype)
-        for bucket in (*(2**i for i in range(17)), *(3 * 2**i for i in range(15)), self.max_tokens):
+        for bucket in (*(2**i for i in range(17)), *(3 * 2**i for i in range(15)), largest):
             for n in (bucket, bucket - 14, bucket - 15):  # vLLM's: on divisibility of the tokens too
-                if limit < n <= self.max_tokens:
+                if limit < n <= largest:
                     chosen = try_get_optimal_moe_config(w1.size(), w2.size(), top_k, name, n)
                     first.setdefault((tuple(sorted(chosen.items())), n % 16 == 0, n % 2), n)
-        return {*first.values(), self.max_tokens}
+        return {*first.values(), largest}
 
     def _distinct(self) -> list[Any]:
         """One runner for each compiled form: shapes, and how Triton sees the offset from gate's to up's factors."""
@@ -499,25 +516,49 @@ class ExpertsWarmup(VllmJitKernel[Any]):
 
     @torch.inference_mode()
     def compile(self, compile_key: tuple[int, bool]) -> None:
-        """Run one size, with or without adapters, through every distinct layer."""
+        """Run one size, with or without adapters, through every distinct layer.
+
+        Under data parallelism the rows stand for those that a dispatch has gathered: no other replica takes part.
+        """
         tokens, with_lora = compile_key
         for runner in self._distinct():
             layer, config, experts = runner.routed_experts, runner.moe_config, experts_of(runner)
-            if config.moe_parallel_config.dp_size > 1:
-                continue  # needs the token counts of the other replicas; their own first batch compiles
+            impl = getattr(layer.quant_method.moe_kernel, "impl", None)
+            gathers = isinstance(getattr(impl, "prepare_finalize", None), MoEPrepareAndFinalizeNaiveDPEPModular)
+            if config.moe_parallel_config.dp_size > 1 and not gathers:
+                continue  # other dispatches hand over rows in forms of their own
             device = layer.w13_weight.device
             x = torch.zeros(tokens, config.hidden_dim, dtype=config.in_dtype, device=device)
             k, e = config.experts_per_token, config.num_experts
             ids = (torch.arange(tokens * k, device=device, dtype=torch.int32) % e).view(tokens, k)
             weights = torch.full((tokens, k), 1.0 / k, device=device)
             context = None if experts is None else experts._lora_context
+            slots = None
             if context is not None:
+                meta = context.punica_wrapper.token_mapping_meta
                 slots = torch.arange(tokens, device=device) % context.max_loras if with_lora else -1
-                mapping = torch.zeros(tokens, dtype=torch.long, device=device) + slots
-                context.punica_wrapper.token_mapping_meta.prepare_tensors(mapping)
-            layer.quant_method.apply(
-                layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None
-            )
+                slots = torch.zeros(tokens, dtype=torch.long, device=device) + slots
+                meta.prepare_tensors(slots[: self.max_tokens])  # the map has rows for one replica
+                slots = slots.to(meta.token_lora_mapping.dtype)
+            with already_gathered(impl, context, slots) if gathers else nullcontext():
+                layer.quant_method.apply(
+                    layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None
+                )
         manager = getattr(self.model, "lora_manager", None)
         if manager is not None:
             manager._last_mapping = None  # the next batch must not take the map above for its own
+
+
+@contextmanager
+def already_gathered(impl: Any, context: Any, slots: torch.Tensor | None) -> Iterator[None]:
+    """Have vLLM's modular kernel take its rows for those of every replica, with ``slots`` as their adapters."""
+    dispatch = impl.prepare_finalize
+    impl.prepare_finalize = make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
+    if context is not None:
+        context.local_token_lora_mapping = slots
+    try:
+        yield
+    finally:
+        impl.prepare_finalize = dispatch
+        if context is not None:
+            context.local_token_lora_mapping = None

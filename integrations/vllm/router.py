@@ -139,7 +139,8 @@ def routing_of(runner: Any) -> FusedRouting | None:
 class RouterWarmup(VllmJitKernel[Any]):
     """Compiles, before the engine is ready, every launch form that a later batch size can reach; keys are tokens.
 
-    One layer stands for all: a model's routers are of one shape.
+    One layer stands for all: a model's routers are of one shape. Under data parallelism too a router sees its own
+    replica's tokens only, which vLLM gathers after the choice.
     """
 
     CompileKey = tuple

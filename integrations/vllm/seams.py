@@ -336,6 +336,14 @@ SEAMS: tuple[Seam, ...] = (
         "never",
     ),
     Seam(
+        MOE + "prepare_finalize/no_dp_ep.py",
+        "make_moe_prepare_and_finalize_no_dp_ep",
+        ("use_monolithic",),
+        "attribute",
+        "stands for a data-parallel dispatch while the warm-up runs a layer on as many rows as replicas can gather",
+        "never",
+    ),
+    Seam(
         "config/vllm.py",
         "VllmConfig._verify_aux_output_compatibility",
         ("self",),

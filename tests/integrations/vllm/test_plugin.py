@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -361,6 +362,7 @@ SIZES = [
     pytest.param(256, 8, 1280, "mxfp8", 2048, id="Beam at TP 2, MXFP8: by rule"),
     pytest.param(256, 8, 640, "mxfp8", 2048, id="Beam at TP 4, MXFP8"),
     pytest.param(128, 8, 768, "dense", 2048, id="Qwen3, every size ours"),
+    pytest.param(32, 8, 2560, "dense", 4096, id="Beam at EP 8, more tokens than by default"),
 ]
 
 
@@ -368,7 +370,7 @@ SIZES = [
 def test_every_launch_of_a_gpus_table_is_warmed_up(fake_hopper, monkeypatch, experts, top_k, inter, base, limit):
     """Also one that serves few sizes only, as between two steps of the rule, and where the table widens blocks."""
     from beam_moe.integrations.vllm import experts as ours
-    from beam_moe.kernels.moe_lora import MoEConfig
+    from beam_moe.kernels.moe_lora import MoEConfig, plan
     from beam_moe.kernels.moe_lora import config as configs
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
@@ -376,14 +378,15 @@ def test_every_launch_of_a_gpus_table_is_warmed_up(fake_hopper, monkeypatch, exp
 
     def launch(n):
         config = MoEConfig.pick(torch.device("cuda", 0), n, top_k, experts, 5120, inter, base=base)
-        return config, min(4096, 1 << (n * top_k - 1).bit_length()) if config.rows != "direct" else 1
+        counted = config.rows == "plan" and n * top_k > plan.COUNT_FIRST  # by a launch of its own
+        return config, min(4096, 1 << (n * top_k - 1).bit_length()) if config.rows != "direct" else 1, counted
 
     served = SimpleNamespace(reason=None, limit=lambda: limit, config=lambda n, *_: launch(n)[0])
     served.quant_config = SimpleNamespace(config_name=lambda dtype: None)
     w1, w2 = torch.empty(experts, 2 * inter, 5120, device="meta"), torch.empty(experts, 5120, inter, device="meta")
     runner = SimpleNamespace(
         routed_experts=SimpleNamespace(w13_weight=w1, w2_weight=w2),
-        moe_config=SimpleNamespace(experts_per_token=top_k, in_dtype=torch.bfloat16),
+        moe_config=moe_config(top_k),
     )
     monkeypatch.setattr(ours, "experts_of", lambda runner: served)
     monkeypatch.setattr(ours, "try_get_optimal_moe_config", lambda *a: {})
@@ -391,4 +394,127 @@ def test_every_launch_of_a_gpus_table_is_warmed_up(fake_hopper, monkeypatch, exp
     assert {launch(n) for n in sizes} == {launch(n) for n in range(1, limit + 1)}
     if base == "dense" and experts == 256:
         assert {launch(n)[0].wide for n in sizes} == {1, 2, 4}
+    assert {launch(n)[2] for n in sizes} == {False, limit * top_k > plan.COUNT_FIRST}
     configs._pick.cache_clear()
+
+
+def moe_config(top_k, replicas=1):
+    parallel = SimpleNamespace(dp_size=replicas)
+    return SimpleNamespace(experts_per_token=top_k, in_dtype=torch.bfloat16, moe_parallel_config=parallel)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_sizes_beyond_one_pass_of_the_layer(fake_hopper, monkeypatch, invariant):
+    """`fused_moe` cuts them: each pass has its own size's configuration, under batch invariance that of the whole."""
+    from beam_moe.integrations.vllm import experts as ours
+    from beam_moe.kernels.moe_lora.workspace import CHUNK
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    served = SimpleNamespace(reason=None, limit=lambda: ours.LARGEST_CALL, config=lambda n, *_: min(n, CHUNK + 1) // 64)
+    served.quant_config = SimpleNamespace(config_name=lambda dtype: None)
+    weights = SimpleNamespace(w13_weight=torch.empty(0), w2_weight=torch.empty(0))
+    runner = SimpleNamespace(routed_experts=weights, moe_config=moe_config(8))
+    monkeypatch.setattr(ours, "experts_of", lambda runner: served)
+
+    def launches(n):
+        passes = [min(CHUNK, n - first) for first in range(0, n, CHUNK)]
+        return {(served.config(n if invariant else rows), (rows * 8 - 1).bit_length()) for rows in passes}
+
+    most = 3 * CHUNK
+    sizes = ours.ExpertsWarmup(None, [runner], most)._sizes(runner)
+    assert set().union(*map(launches, sizes)) == set().union(*map(launches, range(1, most + 1)))
+    assert len(sizes) < 200
+
+
+@pytest.fixture
+def replicas(harness, tmp_path, monkeypatch):
+    """A Beam of two data-parallel replicas as one of them sees it: model, manager, and ``other``, whose rows the
+    dispatch gathers before its own; without it a dispatch is an error."""
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import (
+        make_moe_prepare_and_finalize_naive_dp_ep,
+        naive_dp_ep,
+    )
+
+    config = harness.engine_config(harness.write_config(tmp_path / "m"), max_num_batched_tokens=32)
+    with harness.built(config) as (model, manager):
+        for runner in model.moe_layers:
+            parallel = replace(runner.moe_config.moe_parallel_config, dp_size=2)
+            monkeypatch.setattr(runner.moe_config, "moe_parallel_config", parallel)
+            impl = runner.routed_experts.quant_method.moe_kernel.impl
+            dispatch = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False, num_dispatchers=2)
+            dispatch.set_lora_context(impl.fused_experts._lora_context)
+            monkeypatch.setattr(impl, "prepare_finalize", dispatch)
+        seen = SimpleNamespace(model=model, manager=manager, other=None, dispatched=0)
+
+        class Group:
+            def dispatch(self, *tensors, is_sequence_parallel, extra_tensors):
+                seen.dispatched += 1
+                *gathered, slots = (torch.cat(both) for both in zip(seen.other, (*tensors, *extra_tensors)))
+                return *gathered, [slots]
+
+            def allocate_combine_input(self, *args, **kwargs):
+                return None
+
+            def combine_into_output(self, gathered, output, is_sequence_parallel):
+                seen.gathered = gathered
+                output.copy_(gathered[-len(output) :])
+
+        monkeypatch.setattr(naive_dp_ep, "get_ep_group", Group)
+        yield seen
+
+
+def test_warm_up_of_a_replica_covers_what_it_gathers(harness, replicas, monkeypatch):
+    """Up to the tokens of both, by itself, with adapters in the form that a dispatch leaves them in."""
+    from beam_moe.integrations.vllm import experts
+    from beam_moe.kernels.moe_lora import MoEConfig
+
+    runner = replicas.model.moe_layers[0]
+    impl = runner.routed_experts.quant_method.moe_kernel.impl
+    dispatch, context = impl.prepare_finalize, impl.fused_experts._lora_context
+    monkeypatch.setattr(experts_of(runner), "max_tokens", 48)
+    warmup = experts.ExpertsWarmup(replicas.model, [runner], 32)
+    sizes = {n for n, _ in warmup.get_warmup_keys()}
+    assert max(sizes) == 64
+
+    def of(n):
+        config = MoEConfig.pick(torch.device("cpu"), n, harness.TOP_K, harness.E, harness.H, harness.I)
+        return config, (n * harness.TOP_K - 1).bit_length()
+
+    assert {of(n) for n in sizes if n <= 48} == {of(n) for n in range(1, 49)}
+    seen, large = [], []
+    monkeypatch.setattr(
+        experts, "fused_moe", lambda x, *a, lora, lora_ids, **k: seen.append((len(x), lora is not None, lora_ids))
+    )
+    monkeypatch.setattr(experts.TritonExperts, "apply", lambda self, **k: large.append(len(k["hidden_states"])))
+    for key in warmup.get_warmup_keys():
+        warmup.compile(key)
+    assert {n for n, _, _ in seen} == {n for n in sizes if n <= 48} and set(large) == {n for n in sizes if n > 48}
+    assert all(with_lora and len(ids) == n and ids.dtype == torch.int32 for n, with_lora, ids in seen)
+    assert {int(ids.max()) for n, _, ids in seen if n > 1} == {-1, 1}
+    assert replicas.dispatched == 0, "the other replica need not take part"
+    assert impl.prepare_finalize is dispatch and context.local_token_lora_mapping is None
+
+
+def test_rows_of_another_replica_keep_their_adapter(harness, replicas, tmp_path):
+    """This one's batch is bare, or none at all: its experts still owe the other's rows their adapter."""
+    manager, runner = replicas.manager, replicas.model.moe_layers[0]
+    manager.add_adapter(harness.request(harness.write_adapter(tmp_path / "a", "per_expert")))
+    x, (weights, ids) = (torch.randn(6, harness.H) * 0.5).half(), harness.routing(6)
+    impl = runner.routed_experts.quant_method.moe_kernel.impl
+    slots = torch.tensor([0, -1, 0, 0], dtype=torch.int32)
+    replicas.other = (x[:4], weights[:4], ids[:4], slots)
+    harness.set_slots(manager, [-1, -1])
+    own = harness.run_experts(runner, x[4:], weights[4:], ids[4:])
+    got = replicas.gathered
+    impl.prepare_finalize = no_dispatch()
+    impl.fused_experts._lora_context.local_token_lora_mapping = None
+    harness.set_slots(manager, [*slots.tolist(), -1, -1])
+    assert torch.equal(got, harness.run_experts(runner, x, weights, ids)) and torch.equal(own, got[4:])
+    harness.set_slots(manager, [-1] * 6)
+    assert not torch.equal(got, harness.run_experts(runner, x, weights, ids)), "the adapter must matter to this test"
+
+
+def no_dispatch():
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import make_moe_prepare_and_finalize_no_dp_ep
+
+    return make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
