@@ -65,9 +65,10 @@ def _multiply(a, b, dtype: torch.dtype, bias: torch.Tensor | None = None) -> tor
 
 
 def _save(ctx, x, w, bias, pair, values, *more: torch.Tensor) -> None:
-    """Keep for the backward pass what the gradients that are wanted need, and ``more``; the first inputs are x, w, bias.
+    """Keep for the backward pass what the gradients that are wanted need, and ``more``.
 
-    All of it as saved tensors, so that hooks see them and writing to one before the backward pass is an error.
+    All of it as saved tensors, so that hooks see them and writing to one before the backward pass is an error. The
+    inputs of ctx's function start with x and w, and with bias if there is one.
     """
     need_x, need_w = ctx.needs_input_grad[:2]
     w_dtype = None if w is None else w.dtype

@@ -1,4 +1,4 @@
-"""`linear` and `grouped_linear` as torch custom operators with gradients, which is what they become in ``torch.compile``.
+"""`linear` and `grouped_linear` as torch custom operators with gradients: what they become inside ``torch.compile``.
 
     beam_moe::mxfp8_linear             y
     beam_moe::mxfp8_linear_backward    those of dx, dw and dbias that are wanted, in this order

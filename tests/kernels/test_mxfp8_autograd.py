@@ -1,11 +1,22 @@
 """Gradients of the MXFP8 layers: against each step done with the references, and against unquantised float64."""
 
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from beam_moe.kernels.mxfp8 import dequantize_reference, fake_quantize, quantize_both, quantize_reference
+from beam_moe.kernels.mxfp8 import (
+    dequantize_reference,
+    fake_quantize,
+    prepare,
+    quantize_both,
+    quantize_reference,
+    torch_ops,
+)
 from beam_moe.kernels.mxfp8.autograd import _native, grouped_linear, linear
 from beam_moe.testing import assert_close, error_ratio
 
@@ -286,6 +297,117 @@ def test_the_weight_gradient_starts_with_the_memory_of_the_input_gradient_free(d
     monkeypatch.setattr(autograd, "_multiply", multiply)
     y.sum().backward()
     assert len(seen) == 4 and alive == [0, 0]
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def compiled(f):
+    """(``f`` compiled whole for any number of rows, the count of graphs)."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(f, backend=counter, fullgraph=True, dynamic=True), counter
+
+
+def same_bits_in_one_graph(f, inputs, leaves):
+    """``f`` of each of ``inputs`` has the results and gradients of an eager call, in a graph for all of them."""
+    whole, counter = compiled(f)
+    for x in inputs:
+        wanted = [t for t in (x, *leaves) if t is not None and t.requires_grad]
+        results = []
+        for call in (f, whole):
+            y = call(x)
+            dy = randn(*y.shape, seed=7).to(y)
+            results.append((y, *torch.autograd.grad(y, wanted, dy)))
+        for want, got in zip(*results, strict=True):
+            assert torch.equal(want, got) and want.stride() == got.stride() and want.dtype == got.dtype
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "want_x", "want_w"), [*(("dense", *w) for w in WANTED), ("values", True, True), ("pair", True, False)]
+)
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
+def test_torch_compile_takes_the_layer_whole(grouped, kind, want_x, want_w, device):
+    """With gradients, and one graph for any number of rows."""
+    _, w, values, weight, _ = layer(kind, grouped, want_x, want_w, device)
+    offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
+
+    def f(x):
+        x = x * 1.5  # the operator stands between others
+        y = grouped_linear(x, weight, offsets, values=values) if grouped else linear(x, weight, values=values)
+        return y * 2
+
+    inputs = [randn(rows, 64, seed=rows).to(device, BF16).requires_grad_(want_x) for rows in (40, 9)]
+    same_bits_in_one_graph(f, inputs, [w])
+
+
+def test_torch_compile_with_a_bias_and_leading_dimensions(device):
+    w, bias = randn(32, 64, seed=1).to(device).requires_grad_(), randn(32, seed=2).to(device).requires_grad_()
+    inputs = [randn(2, rows, 64, seed=rows).to(device).requires_grad_() for rows in (5, 7)]
+    same_bits_in_one_graph(lambda x: linear(x, w, bias), inputs, [w, bias])
+
+
+def test_torch_compile_keeps_the_forms_of_a_quantised_weight(device):
+    """Words that `prepare` found and swizzled scales arrive, or are refused, as outside."""
+    x, w = randn(3, 64, seed=1).to(device), randn(32, 64, seed=2).to(device)
+    row, col = quantize_both(w)
+    ready = (prepare(row), col)
+    assert torch.equal(compiled(lambda x: linear(x, ready))[0](x), linear(x, ready))
+    swizzled = quantize_both(w, swizzle=True)
+    if not _native(device):
+        for call in (linear, compiled(linear)[0]):
+            with pytest.raises(ValueError, match="b has swizzled scales"):
+                call(x, swizzled)
+
+
+def test_what_an_operator_refuses(device):
+    """Its arguments are checked when it runs."""
+    x, w = torch.zeros(3, 32, device=device), torch.zeros(32, 64, device=device)
+    with pytest.raises(ValueError, match="^linear: x has 32 features, w takes 64"):
+        compiled(linear)[0](x, w)
+    with pytest.raises(ValueError, match="^grouped_linear: offsets must be contiguous int32"):
+        compiled(grouped_linear)[0](x, w[None, :, :32], torch.zeros(2, device=device))
+
+
+@pytest.mark.parametrize("kind", ["dense", "pair"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
+def test_the_operators_meet_torchs_contract(grouped, kind, device):
+    """Schema, fake tensors, gradients, and ahead-of-time dispatch."""
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    utils += ("test_schema",) if kind == "dense" else ()  # torch's own comparison does not take fp8
+    x, _, _, weight, _ = layer(kind, grouped, True, True, device)
+    dense, pair, *swizzled = torch_ops._parts("linear", weight)
+    kept = (x.detach(), dense.detach(), None, None) if kind == "dense" else (None, None, pair[2], pair[3])
+    dy = randn(40, 96, seed=5).to(device)
+    if grouped:
+        offsets = torch.tensor([0, 33, 38], dtype=torch.int32, device=device)
+        calls = [
+            (torch_ops.grouped_linear_op, (x, dense, offsets, pair, [], *swizzled)),
+            (torch_ops.grouped_linear_backward_op, (dy, offsets, *kept, False, F32, F32)),
+        ]
+    else:
+        bias = randn(96, seed=4).to(device).requires_grad_()
+        calls = [
+            (torch_ops.linear_op, (x, dense, bias, pair, [], *swizzled)),
+            (torch_ops.linear_backward_op, (dy, *kept, False, F32, F32, BF16)),
+        ]
+    for op, args in calls:
+        torch.library.opcheck(op, args, test_utils=utils)
+
+
+def test_an_eager_call_imports_no_compiler():
+    """torch's compiler takes seconds to import; the operators are there once something compiles."""
+    code = (
+        "import sys, torch; from beam_moe.kernels import mxfp8; mxfp8.linear(torch.ones(1, 32), torch.ones(32, 32));"
+        "print([m for m in ('torch._dynamo', 'beam_moe.kernels.mxfp8.torch_ops') if m in sys.modules])"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
