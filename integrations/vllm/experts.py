@@ -533,13 +533,14 @@ class ExpertsWarmup(VllmJitKernel[Any]):
             ids = (torch.arange(tokens * k, device=device, dtype=torch.int32) % e).view(tokens, k)
             weights = torch.full((tokens, k), 1.0 / k, device=device)
             context = None if experts is None else experts._lora_context
-            slots = None
+            slots: torch.Tensor | None = None
             if context is not None:
                 meta = context.punica_wrapper.token_mapping_meta
-                slots = torch.arange(tokens, device=device) % context.max_loras if with_lora else -1
-                slots = torch.zeros(tokens, dtype=torch.long, device=device) + slots
-                meta.prepare_tensors(slots[: self.max_tokens])  # the map has rows for one replica
-                slots = slots.to(meta.token_lora_mapping.dtype)
+                mapping = torch.full((tokens,), -1, dtype=torch.long, device=device)
+                if with_lora:
+                    mapping = torch.arange(tokens, device=device) % context.max_loras
+                meta.prepare_tensors(mapping[: self.max_tokens])  # the map has rows for one replica
+                slots = mapping.to(meta.token_lora_mapping.dtype)
             with already_gathered(impl, context, slots) if gathers else nullcontext():
                 layer.quant_method.apply(
                     layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None
