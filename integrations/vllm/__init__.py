@@ -74,12 +74,13 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
-    from beam_moe.integrations.vllm import kv_reuse, replay
+    from beam_moe.integrations.vllm import kv_reuse, replay, weight_sync
 
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     register_quantization()
     replay.allow_pipeline_parallelism()
     kv_reuse.tell_generations_apart()
+    weight_sync.refuse_requests_between_versions()
     asked = env.vllm_models()
     unknown = asked - {"all"} - {name.lower() for name in ModelRegistry.get_supported_archs()}
     if unknown:

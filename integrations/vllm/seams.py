@@ -431,6 +431,30 @@ SEAMS: tuple[Seam, ...] = (
         "full-weight sync; its warnings about weights that did not arrive become errors",
         "never",
     ),
+    Seam(
+        "v1/worker/gpu/model_runner.py",
+        "GPUModelRunner.execute_model",
+        None,
+        "attribute",
+        "a worker whose full-weight sync failed halfway runs nothing until one has gone through",
+        "vLLM keeps the old weights until a reload is whole",
+    ),
+    Seam(
+        "model_executor/model_loader/reload/layerwise.py",
+        "_place_kernel_tensors",
+        ("layer", "info"),
+        "read",
+        "gives layers that a failed reload left without memory their tensors back, so that the next one starts afresh",
+        "vLLM ends a reload that fails",
+    ),
+    Seam(
+        "v1/engine/core.py",
+        "EngineCore.preprocess_add_request",
+        ("self", "request"),
+        "wrap",
+        "requests are refused one by one while a failed full-weight sync left weights of two versions",
+        "as for GPUModelRunner.execute_model",
+    ),
 )
 
 

@@ -4,6 +4,10 @@ The engine is started with ``worker_extension_cls="beam_moe.integrations.vllm.we
 --worker-extension-cls ...``); a trainer then calls the methods of `WeightSync` by ``collective_rpc``, or lets
 `AdapterSync` and `sync_weights` do it. Tensors travel as safetensors bytes: messages need no type, and the caller's
 tensors are left alone.
+
+A full reload that is refused before it begins changes nothing. Once begun there is no way back: the old weights are
+overwritten where they lie. One that fails then leaves an engine that serves nothing until a whole reload has gone
+through. Its loaded adapters stay.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,9 +24,12 @@ from safetensors.torch import load, save
 
 from beam_moe.weight_sync import check_routers, declare_routers, is_router
 
+log = logging.getLogger("vllm.beam_moe")
 EXTENSION = "beam_moe.integrations.vllm.weight_sync.WeightSync"
 PIECE = 512 << 20
 """Most bytes of tensors in one message."""
+PARTLY = "base weights are partly replaced, no request is served until a whole reload has gone through"
+"""In the error of a reload that failed once it had begun, and of every use of the engine after it."""
 
 
 def pieces(
@@ -62,8 +70,20 @@ class WeightSync:
         for kept in ("_beam_moe_staged", "_beam_moe_prepared"):
             self.__dict__.get(kept, {}).pop(key, None)
 
-    def _staged(self, key: str) -> dict[str, torch.Tensor]:
-        staged = self.__dict__.get("_beam_moe_staged", {}).pop(key, None)
+    def beam_moe_attempt(self, method: str, *args: Any) -> tuple[Any, str | None]:
+        """Call a method; its result and None, or None and the text of its error.
+
+        vLLM stops reading the workers' answers at the first error, and hands those left over to the calls after it.
+        """
+        try:
+            return getattr(self, method)(*args), None
+        except Exception as error:
+            log.exception("%s failed", method)
+            return None, str(error) or type(error).__name__
+
+    def _staged(self, key: str, keep: bool = False) -> dict[str, torch.Tensor]:
+        kept = self.__dict__.get("_beam_moe_staged", {})
+        staged = kept.get(key) if keep else kept.pop(key, None)
         if staged is None:
             raise ValueError(f"weight sync: nothing was staged under {key!r}")
         return staged
@@ -106,22 +126,17 @@ class WeightSync:
         put_adapter(manager, prepared)
         return changed
 
-    def beam_moe_update_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> list[str]:
-        """Replace base weights by the staged ones (checkpoint names), keep loaded adapters, check routers.
+    def beam_moe_check_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> None:
+        """What `beam_moe_update_weights` checks before it loads anything, of tensors that stay staged.
 
-        Args:
-            key: of `beam_moe_stage`; plain checkpoint names or PEFT's with ``base_layer``.
-            routers: from `declare_routers` of the sender.
-
-        Returns:
-            names of the routers whose bits were compared in this rank's parameters.
-
-        Raises:
-            ValueError: a weight or a router of this rank that did not come; a router that was not declared, is not fp32
-                or has other bits: before anything is loaded; or that has other bits in the engine afterwards.
+        Called on every rank first, weights that one rank refuses reach none.
         """
+        self._checked(self._staged(key, keep=True), routers)
+
+    def _checked(self, staged: dict[str, torch.Tensor], routers: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Staged tensors by plain names; ValueError where this rank's weights or routers are not all among them."""
         model = self.model_runner.get_model()
-        tensors = {plain_name(n): t for n, t in self._staged(key).items()}
+        tensors = {plain_name(n): t for n, t in staged.items()}
         routers = {plain_name(n): d for n, d in routers.items()}
         absent = missing(model, tensors)
         if absent:
@@ -132,19 +147,62 @@ class WeightSync:
         if undeclared:
             raise ValueError(f"router sync: {', '.join(undeclared)} came without a declaration")
         check_routers(routers, {n: t for n, t in tensors.items() if is_router(n)}, "arrived")
-        manager = getattr(self.model_runner, "lora_manager", None)
-        inner = None if manager is None else manager._adapter_manager
-        adapters = {} if inner is None else dict(inner._registered_adapters.cache)
-        active = [] if inner is None else [i for i in inner.lora_index_to_id if i is not None]
-        with nothing_left_behind():
-            self.reload_weights(weights_iterator=checkpoint_names(model, tensors))  # type: ignore[attr-defined]
-        # vLLM forgets its adapters on a reload; their factors are whole in host memory
-        if inner is not None:
-            for adapter in adapters.values():
-                inner.add_adapter(adapter)
-            for number in active:
-                inner.activate_adapter(number)
-        return self.beam_moe_check_routers(routers)
+        return tensors
+
+    def beam_moe_update_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> list[str]:
+        """Replace base weights by the staged ones (checkpoint names), keep loaded adapters, check routers.
+
+        A failure after loading has begun (a tensor of another shape, memory, a router that has other bits in the
+        engine) leaves weights of both versions in the model. This rank then refuses to run it, with that error, until
+        a call of this method goes through; adapters that were loaded are there before and after it.
+
+        Args:
+            key: of `beam_moe_stage`; plain checkpoint names or PEFT's with ``base_layer``.
+            routers: from `declare_routers` of the sender.
+
+        Returns:
+            names of the routers whose bits were compared in this rank's parameters.
+
+        Raises:
+            ValueError: a weight or a router of this rank that did not come; a router that was not declared, is not fp32
+                or has other bits: before anything is loaded. Or, naming `PARTLY`, whatever went wrong after that.
+        """
+        model = self.model_runner.get_model()
+        tensors = self._checked(self._staged(key), routers)
+        try:
+            with adapters_kept(getattr(self.model_runner, "lora_manager", None)):
+                try:
+                    with nothing_left_behind():
+                        self.reload_weights(  # type: ignore[attr-defined]
+                            weights_iterator=checkpoint_names(model, tensors)
+                        )
+                except Exception:
+                    abandon_reload(model)
+                    raise
+            compared = self.beam_moe_check_routers(routers)
+        except Exception as error:
+            refusal = f"weight sync: {str(error) or type(error).__name__}; {PARTLY}"
+            self._serve(refusal)
+            raise ValueError(refusal) from error
+        self._serve(None)
+        return compared
+
+    def _serve(self, refusal: str | None) -> None:
+        """Have this rank run its model, or raise ``refusal`` instead, captured graphs included."""
+        runner = self.model_runner
+        if "_beam_moe_execute" in self.__dict__:
+            runner.execute_model = self.__dict__.pop("_beam_moe_execute")
+        if refusal is None:
+            return
+
+        execute = self.__dict__["_beam_moe_execute"] = runner.execute_model
+
+        def refuse(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduled.total_num_scheduled_tokens > 0:
+                raise ValueError(refusal)
+            return execute(scheduled, *args, **kwargs)  # news of requests that ended
+
+        runner.execute_model = refuse
 
     def beam_moe_check_routers(self, routers: dict[str, dict[str, Any]]) -> list[str]:
         """Compare this rank's router parameters with the sender's declaration; the names compared."""
@@ -205,6 +263,37 @@ def missing(model: Any, names: Iterable[str]) -> list[str]:
         numbers = range(runner.moe_config.num_logical_experts)
         absent |= {f"{layer}.{i}.{part}" for i in numbers for part in filter(None, parts)} - modules
     return sorted(absent)
+
+
+@contextmanager
+def adapters_kept(manager: Any) -> Iterator[None]:
+    """Put back what a reload makes vLLM forget, also one that fails: adapters' factors are whole in host memory."""
+    inner = None if manager is None else manager._adapter_manager
+    adapters = {} if inner is None else dict(inner._registered_adapters.cache)
+    active = [] if inner is None else [i for i in inner.lora_index_to_id if i is not None]
+    try:
+        yield
+    finally:
+        if inner is not None:
+            for adapter in adapters.values():
+                inner.add_adapter(adapter)
+            for number in active:
+                inner.activate_adapter(number)
+
+
+def abandon_reload(model: torch.nn.Module) -> None:
+    """Give layers that a failed reload did not reach their old tensors back, and forget what it had taken in.
+
+    vLLM leaves them without memory, and would count the tensors of the next reload on top of this one's.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+    layerwise.LOADING_LAYERS.clear()
 
 
 @contextmanager
@@ -356,7 +445,27 @@ def _weight_calls(
     stated = declare_routers(named) if routers is None else {plain_name(n): d for n, d in routers.items()}
     calls: list[tuple[str, tuple[Any, ...]]] = [("beam_moe_discard", ("weights",))]
     calls += [("beam_moe_stage", ("weights", piece)) for piece in pieces(named)]
-    return [*calls, ("beam_moe_update_weights", ("weights", stated))], stated
+    for method in ("beam_moe_check_weights", "beam_moe_update_weights"):
+        calls.append(("beam_moe_attempt", (method, "weights", stated)))
+    return calls, stated
+
+
+def first_error(results: Iterable[tuple[Any, str | None]]) -> str | None:
+    """The first error among what `WeightSync.beam_moe_attempt` answered on every rank, None when there is none.
+
+    One of a reload that had begun comes first: it tells what state the engine is in.
+    """
+    errors = [error for _, error in results if error is not None]
+    return next((e for e in errors if PARTLY in e), errors[0] if errors else None)
+
+
+def _answers(method: str, results: list[Any]) -> list[Any]:
+    if method != "beam_moe_attempt":
+        return results
+    error = first_error(results)
+    if error is not None:
+        raise ValueError(error)
+    return [result for result, _ in results]
 
 
 def _all_compared(results: list[list[str]], stated: Mapping[str, Any]) -> None:
@@ -376,12 +485,14 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
 
     Raises:
         ValueError: a weight or a router that did not come; a router that was not declared, not fp32, came with other
-            bits, or that no rank has; a prefix cache that stays.
+            bits, or that no rank has; a prefix cache that stays. What one rank refuses at once reaches none. An error
+            that names `PARTLY` came later: it refuses requests, and ends the engine where some run or wait already,
+            until another `sync_weights` goes through. Loaded adapters stay.
     """
     calls, stated = _weight_calls(tensors, routers)
     results: list[list[str]] = []
     for method, args in calls:
-        results = llm.collective_rpc(method, args=args)
+        results = _answers(method, llm.collective_rpc(method, args=args))
     if not llm.reset_prefix_cache():
         raise ValueError("sync_weights: the prefix cache could not be reset; KV of the old weights would be reused")
     _all_compared(results, stated)
@@ -392,7 +503,48 @@ async def sync_weights_async(engine: Any, tensors: Any, routers: dict[str, Any] 
     calls, stated = _weight_calls(tensors, routers)
     results: list[list[str]] = []
     for method, args in calls:
-        results = await engine.collective_rpc(method, args=args)
+        results = _answers(method, await engine.collective_rpc(method, args=args))
     if not await engine.reset_prefix_cache():
         raise ValueError("sync_weights: the prefix cache could not be reset; KV of the old weights would be reused")
     _all_compared(results, stated)
+
+
+# --- in the engine's own process
+
+
+def refuse_requests_between_versions() -> None:
+    """Wrap the engine's calls of its workers and its taking of requests: none is taken while base weights are partly
+    replaced, nor is that known to some workers only. Re-entrant."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.core import EngineCore
+
+    rpc, preprocess = EngineCore.collective_rpc, EngineCore.preprocess_add_request
+    if getattr(preprocess, "__beam_moe__", False):
+        return
+
+    @wraps(rpc)
+    def calling(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        attempt = method == "beam_moe_attempt"
+        updates = (args[0] if attempt and args else method) == "beam_moe_update_weights"
+        try:
+            result = rpc(self, method, timeout, args, kwargs)
+            error = first_error(result) if attempt else None
+            if error is not None:  # here, where the workers of one replica are all there is
+                raise ValueError(error)
+        except Exception as error:
+            if updates and PARTLY in str(error):
+                self._beam_moe_refusal = str(error)
+            raise
+        if updates:
+            self._beam_moe_refusal = None
+        return result
+
+    @wraps(preprocess)
+    def preprocessing(self: Any, request: Any) -> Any:
+        refusal = getattr(self, "_beam_moe_refusal", None)
+        if refusal is not None:
+            raise VLLMValidationError(refusal)
+        return preprocess(self, request)
+
+    preprocessing.__beam_moe__ = True  # type: ignore[attr-defined]
+    EngineCore.collective_rpc, EngineCore.preprocess_add_request = calling, preprocessing  # type: ignore[method-assign]

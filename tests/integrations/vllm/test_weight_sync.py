@@ -26,6 +26,29 @@ class Engine:
         return self.resettable
 
 
+class QueuedEngine(Engine):
+    """As vLLM's executor of several processes: it reads no further than the first error, and what the workers behind
+    it answered is what they are taken to answer to the next call."""
+
+    def __init__(self, *workers):
+        super().__init__(*workers)
+        self.queues = [[] for _ in workers]
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        for queue, worker in zip(self.queues, self.workers):
+            try:
+                queue.append((True, getattr(worker, method)(*args, **(kwargs or {}))))
+            except Exception as error:
+                queue.append((False, error))
+        answers = []
+        for queue in self.queues:
+            fine, answer = queue.pop(0)
+            if not fine:
+                raise RuntimeError(f"Worker failed with error '{answer}'")
+            answers.append(answer)
+        return answers
+
+
 class AsyncEngine(Engine):
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         return super().collective_rpc(method, timeout, args, kwargs)
@@ -47,7 +70,9 @@ def engine(harness, tmp_path):
         class Worker(WeightSync):
             """The runner's part of `reload_weights`, on vLLM's real in-place reload."""
 
-            model_runner = SimpleNamespace(lora_manager=manager, get_model=lambda: model)
+            model_runner = SimpleNamespace(
+                lora_manager=manager, get_model=lambda: model, execute_model=lambda scheduled: "ran"
+            )
 
             def reload_weights(self, weights_iterator):
                 with set_current_vllm_config(config):
@@ -506,3 +531,149 @@ def test_report_names_the_kernel_of_each_layer(engine):
         r["experts"] == "BeamTritonExperts" and r["ours_up_to_tokens"] == 512 and r["lora"] for r in report["layers"]
     )
     assert all(r["reason"] is None for r in report["layers"]) and isinstance(report["calls"], list)
+
+
+# --- a reload that fails
+
+
+def scheduled(tokens):
+    return SimpleNamespace(total_num_scheduled_tokens=tokens)
+
+
+def breaks(engine, state, how, monkeypatch):
+    """What makes the next reload fail once it has begun, as ``(weights to send, the error's words)``."""
+    worker = engine.llm.workers[0]
+    reload = worker.reload_weights
+    name = "model.layers.3.post_attention_layernorm.weight"
+    if how == "in the middle":
+        return {**state, name: state[name][:7]}, r"weight sync: .*7"
+
+    def reload_and_fail(weights_iterator):
+        reload(weights_iterator)
+        if how == "after vLLM forgot its adapters":
+            raise RuntimeError("no memory")
+        engine.model.model.layers[2].mlp.gate.base_layer.weight.data.add_(1)
+
+    monkeypatch.setattr(worker, "reload_weights", reload_and_fail, raising=False)
+    return state, "no memory" if how.startswith("after") else r"mlp\.gate\.weight in the engine has checksum"
+
+
+@pytest.mark.parametrize("how", ["in the middle", "after vLLM forgot its adapters", "with other router bits"])
+def test_a_reload_that_fails_halfway(harness, engine, monkeypatch, how):
+    """Its weights are of two versions: nothing runs on them, adapters stay, and a whole reload mends it."""
+    from beam_moe.integrations.vllm.weight_sync import PARTLY, AdapterSync, sync_weights
+
+    def adapter_is_there():
+        experts = engine.model.moe_layers[0].routed_experts.quant_method.moe_kernel.impl.fused_experts
+        slot = engine.manager._adapter_manager.lora_index_to_id.index(1)
+        assert experts.ranks[slot] == 4 and experts.bank.enabled[slot] == 1
+        assert engine.manager.list_adapters() == {1} and difference(harness, engine, 0) < LIMIT
+
+    AdapterSync("policy", 1).update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+    runner, state = engine.llm.workers[0].model_runner, checkpoint(harness)
+    addresses = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
+    sent, words = breaks(engine, state, how, monkeypatch)
+    with pytest.raises(ValueError, match=words) as failed:
+        sync_weights(engine.llm, sent)
+    assert PARTLY in str(failed.value)
+    adapter_is_there()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=PARTLY):
+            runner.execute_model(scheduled(1))
+    assert runner.execute_model(scheduled(0)) == "ran", "vLLM tells the runner of requests that ended"
+    with pytest.raises(ValueError, match="lm_head did not come"):  # refused before it begins: nothing is mended
+        sync_weights(engine.llm, {k: v for k, v in state.items() if k != "lm_head.weight"})
+    with pytest.raises(ValueError, match=PARTLY):
+        runner.execute_model(scheduled(1))
+    monkeypatch.undo()
+    state = checkpoint(harness, seed=1)
+    sync_weights(engine.llm, state)
+    assert runner.execute_model(scheduled(1)) == "ran"
+    adapter_is_there()
+    assert addresses == {n: p.data_ptr() for n, p in engine.model.named_parameters()}, "graphs read the old addresses"
+    for index, layer in enumerate(engine.model.moe_layers):
+        for x in range(harness.E):
+            want = state[f"model.layers.{harness.DENSE + index}.mlp.experts.{x}.down_proj.weight"]
+            assert torch.equal(layer.routed_experts.w2_weight[x], want)
+    assert torch.equal(engine.model.model.norm.weight, state["model.norm.weight"])
+
+
+def test_a_reload_refused_at_once_keeps_the_engine_running(harness, engine):
+    from beam_moe.integrations.vllm.weight_sync import PARTLY, sync_weights
+
+    with pytest.raises(ValueError, match="lm_head did not come") as refused:
+        sync_weights(engine.llm, {k: v for k, v in checkpoint(harness).items() if k != "lm_head.weight"})
+    assert PARTLY not in str(refused.value)
+    assert engine.llm.workers[0].model_runner.execute_model(scheduled(1)) == "ran"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_one_rank_refuses_reach_none(harness, engine, first):
+    """Before they are loaded, and in a way that leaves vLLM's executor in step with its workers."""
+    from beam_moe.integrations.vllm.weight_sync import WeightSync, sync_weights
+
+    class Refusing(WeightSync):
+        refuses = True
+
+        def beam_moe_check_weights(self, key, routers):
+            if self.refuses:
+                raise ValueError("this rank refuses")
+
+        def beam_moe_update_weights(self, key, routers):
+            return []
+
+    refusing = Refusing()
+    llm = QueuedEngine(*((refusing, *engine.llm.workers) if first else (*engine.llm.workers, refusing)))
+    before, state = {n: p.clone() for n, p in engine.model.named_parameters()}, checkpoint(harness)
+    with pytest.raises(ValueError, match="this rank refuses"):
+        sync_weights(llm, state)
+    assert all(torch.equal(before[n], p) for n, p in engine.model.named_parameters())
+    refusing.refuses = False
+    sync_weights(llm, state)
+    assert torch.equal(engine.model.model.norm.weight, state["model.norm.weight"])
+
+
+@pytest.mark.parametrize("attempt", [True, False])
+def test_requests_between_two_versions_are_refused(core, monkeypatch, attempt):
+    """One by one, by the error of the reload, until one goes through; other errors refuse none."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    from beam_moe.integrations.vllm.weight_sync import PARTLY, refuse_requests_between_versions
+
+    refuse_requests_between_versions()
+    core.mm_receiver_cache, core.request_block_hasher = None, None
+    params = SamplingParams(max_tokens=1)
+    request = EngineCoreRequest("r", [1, 2], None, params, None, 0.0, None, None, None)
+    update = "beam_moe_update_weights"
+    method, args = ("beam_moe_attempt", (update, "weights", {})) if attempt else (update, ("weights", {}))
+
+    def answer(*errors):
+        def call(*_):
+            if attempt:
+                return [([], error) for error in errors]
+            if any(errors):
+                raise RuntimeError(f"Worker failed with error '{next(filter(None, errors))}'")
+            return [[] for _ in errors]
+
+        core.model_executor.collective_rpc = call
+
+    def send(method=method, args=args):
+        return core.collective_rpc(method, args=args)
+
+    answer("lm_head did not come", None)
+    with pytest.raises((ValueError, RuntimeError), match="lm_head"):
+        send()
+    assert core.preprocess_add_request(request)[0].request_id == "r"
+    answer(None, f"weight sync: no memory; {PARTLY}")
+    with pytest.raises((ValueError, RuntimeError), match="no memory"):
+        send()
+    core.model_executor.collective_rpc = lambda *_: [1]
+    send("beam_moe_stage", ("weights", b""))
+    for _ in range(2):
+        with pytest.raises(VLLMValidationError, match=f"no memory; {PARTLY}"):
+            core.preprocess_add_request(request)
+    answer(None, None)
+    send()
+    assert core.preprocess_add_request(request)[0].request_id == "r"
