@@ -23,6 +23,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     let_next_start,
     live_rank,
     load_ranks,
+    part_rows,
     wait_for_count,
     wait_for_previous,
 )
@@ -61,13 +62,19 @@ def activate_unit(
     TOP_K: tl.constexpr, SPLITS: tl.constexpr, SHARED_A: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr, counts_ptr, wanted, wanted_shared, MAX_BLOCKS,
-    JOINED: tl.constexpr,
+    JOINED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Tile ``tile`` of a block, once the programs before it are through (JOINED: those of its block; it counts up)."""
-    expert, pair, mask_m = block_rows(
-        topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
-        BLOCK_M, BLOCK_P, HAS_MAP,
-    )  # fmt: skip
+    """Tile ``tile`` of a block, once the programs before it are through (JOINED: those of its block; it counts up).
+
+    A block of the plan has PARTS of BLOCK_M rows, and ``block`` counts those.
+    """
+    if PARTS > 1:
+        expert, pair, mask_m = part_rows(order_ptr, block_experts_ptr, block, PARTS, BLOCK_M)
+    else:
+        expert, pair, mask_m = block_rows(
+            topk_ids_ptr, expert_map_ptr, order_ptr, block_experts_ptr, block, T * TOP_K, E_GLOBAL, E,
+            BLOCK_M, BLOCK_P, HAS_MAP,
+        )  # fmt: skip
     P = tl.cast(T * TOP_K, tl.int64)
     e = expert.to(tl.int64)
     token = pair // TOP_K
@@ -188,12 +195,13 @@ def _activate_kernel(
     HAS_MAP: tl.constexpr,
     BLOCK_P: tl.constexpr,  # 0: rows come from the plan
     BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,  # of BLOCK_M rows that a block of the plan has
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (ceil(I / BLOCK_I), MAX_BLOCKS)."""
+    """Grid (ceil(I / BLOCK_I), MAX_BLOCKS * PARTS)."""
     activate_unit(
         tl.program_id(0), tl.program_id(1), gu_ptr=gu_ptr, t_ptr=t_ptr, b_ptr=b_ptr, a2_ptr=a2_ptr, h_ptr=h_ptr,
         s_ptr=s_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,
@@ -202,5 +210,5 @@ def _activate_kernel(
         stride_bi=stride_bi, stride_al=stride_al, stride_ae=stride_ae, stride_ar=stride_ar, I=I, RANK=RANK, NA=NA,
         TOP_K=TOP_K, SPLITS=SPLITS, SHARED_A=SHARED_A, MORE=MORE, HAS_MAP=HAS_MAP, BLOCK_P=BLOCK_P, BLOCK_M=BLOCK_M,
         BLOCK_I=BLOCK_I, BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, counts_ptr=order_ptr, wanted=0,
-        wanted_shared=0, MAX_BLOCKS=0, JOINED=False,
+        wanted_shared=0, MAX_BLOCKS=0, JOINED=False, PARTS=PARTS,
     )  # fmt: skip

@@ -42,6 +42,7 @@ class MoEConfig:
     up_stages: int = 4
     splits: int = 4  # shares of the hidden axis in the first product
     act_block_i: int = 64
+    act_block_m: int = 0  # rows that a program of activate takes of a block, in a launch of its own; 0: all
     act_warps: int = 4
     down_block_n: int = 128
     down_block_k: int = 64
@@ -49,6 +50,7 @@ class MoEConfig:
     down_stages: int = 5
     down_tiles: int = 1  # row tiles of W2 that one program takes one after another
     down_whole: bool = False  # a tile of W2 spans all of I in one step, and h stays in shared memory
+    adapters_first: bool = False  # with dense weights a tile of down starts from B2 @ s, which then is added first
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
@@ -151,17 +153,28 @@ class MoEConfig:
         """This one with every sum in the order of ``other``, so that both give a row the same bits.
 
         ``splits`` orders the first product, whose shares are whole steps of ``up_block_k``; the number of tiles of I
-        the adapters' second half, ``down_whole`` decides the form of MXFP8 weights; and blocks of 8 rows take another
-        matrix instruction than larger ones.
+        the adapters' second half, ``adapters_first`` where it comes in; ``down_whole`` decides the form of MXFP8
+        weights; and blocks of 8 rows take another matrix instruction than larger ones.
         """
         whole = other.down_whole if base == "mxfp8" else self.down_whole
-        out = replace(self, splits=other.splits, act_block_i=other.act_block_i, down_whole=whole)
+        out = replace(
+            self,
+            splits=other.splits,
+            act_block_i=other.act_block_i,
+            down_whole=whole,
+            adapters_first=other.adapters_first,
+        )
         if other.splits > 1 and self.up_block_k != other.up_block_k:
             stages = max(2, self.up_stages * self.up_block_k // other.up_block_k)  # of as much shared memory
             out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))
         if self.block_m < 16:
             out = replace(out, block_m=16, wide=1, lora_wide=1, registers=0)
         return out
+
+    @property
+    def act_rows(self) -> int:
+        """The rows that a program of activate takes in a launch of its own: of a plan's block, or a part of one."""
+        return min(self.act_block_m or self.block_m, self.block_m) if self.rows == "plan" else self.block_m
 
     @property
     def widest(self) -> int:
@@ -180,7 +193,7 @@ class MoEConfig:
         whole = self.tail >= 0 and narrow
         # activate of the last of ``wide`` blocks stands ``lag`` after it, down of all ``2 * lag`` after the first
         ahead = self.lag == 0 or self.lag >= self.widest
-        powers = all(wide > 0 and wide & (wide - 1) == 0 for wide in (self.wide, self.lora_wide))
+        powers = all(n > 0 and n & (n - 1) == 0 for n in (self.wide, self.lora_wide, self.act_block_m or 1))
         together = powers and (self.widest == 1 or (self.rows == "plan" and ahead))
         return together and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
 

@@ -236,25 +236,33 @@ def _dense_tiles(
     H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
     MORE: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    FIRST: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A program's tiles of y of dense W2; with WHOLE one step spans all of I, and h stays in shared memory.
 
-    B2 is loaded a tile ahead of its use, for the first tile (``b``) by the caller.
+    B2 is loaded a tile ahead of its use, for the first tile (``b``) by the caller. With FIRST a tile starts from
+    B2 @ s, which takes fewer registers than to add it; without, W2 is on its way sooner.
     """
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
+    last_tile = first_tile + tiles
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if WHOLE:
         h_tiles = ()
         for step in tl.static_range(STEPS):
             mask = mask_m[:, None] if EVEN_K else mask_m[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
             h_tiles = h_tiles + (tl.trans(tl.load(h_rows + step * BLOCK_K, mask=mask, other=0.0)),)
-        for tile in tl.range(first_tile, first_tile + tiles, num_stages=STAGES):
+        for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
             n = tile * BLOCK_N + offs_n
             mask_n = n < H
             w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            if ADAPTED and FIRST:
+                acc, b = _add_adapters(
+                    acc, b, n, mask_n, tile + 1 < last_tile, e, pair, P, own, adapters, H,
+                    RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+                )  # fmt: skip
             for step in tl.static_range(STEPS):
                 if EVEN_K and EVEN_N:
                     w = tl.load(w_tile + step * BLOCK_K)
@@ -262,15 +270,19 @@ def _dense_tiles(
                     mask_w = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
                     w = tl.load(w_tile + step * BLOCK_K, mask=mask_w, other=0.0)
                 acc = dot(w, h_tiles[step], acc, INTERPRETED)
-            if ADAPTED:
+            if ADAPTED and not FIRST:
                 acc, b = _add_adapters(
-                    acc, b, n, mask_n, tile + 1 < first_tile + tiles, e, pair, P, own, adapters, H,
+                    acc, b, n, mask_n, tile + 1 < last_tile, e, pair, P, own, adapters, H,
                     RANK, TILES, MORE, BLOCK_R, INTERPRETED,
                 )  # fmt: skip
             y = tl.trans(acc)
             tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last")
     else:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if ADAPTED and FIRST:
+            n = first_tile * BLOCK_N + offs_n
+            acc, b = _add_adapters(
+                acc, b, n, n < H, tiles > 1, e, pair, P, own, adapters, H, RANK, TILES, MORE, BLOCK_R, INTERPRETED
+            )
         for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
             tile = first_tile + step // STEPS
             k = (step % STEPS) * BLOCK_K
@@ -286,15 +298,21 @@ def _dense_tiles(
                 h = tl.load(h_rows + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             acc = dot(w, tl.trans(h), acc, INTERPRETED)
             if step % STEPS == STEPS - 1:
-                if ADAPTED:
+                if ADAPTED and not FIRST:
                     acc, b = _add_adapters(
-                        acc, b, n, mask_n, tile + 1 < first_tile + tiles, e, pair, P, own, adapters, H,
+                        acc, b, n, mask_n, tile + 1 < last_tile, e, pair, P, own, adapters, H,
                         RANK, TILES, MORE, BLOCK_R, INTERPRETED,
                     )  # fmt: skip
                 y = tl.trans(acc)
                 mask = mask_m[:, None] & mask_n[None, :]
                 tl.store(y_rows + tile * BLOCK_N, y, mask=mask, eviction_policy="evict_last")
                 acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                if ADAPTED and FIRST:
+                    n += BLOCK_N
+                    acc, b = _add_adapters(
+                        acc, b, n, (n < H) & (tile + 1 < last_tile), tile + 2 < last_tile, e, pair, P, own, adapters, H,
+                        RANK, TILES, MORE, BLOCK_R, INTERPRETED,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -304,7 +322,7 @@ def _rows_of_y(
     TILES: tl.constexpr, MORE: tl.constexpr, WHOLE: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
     scales_ptr, words_ptr, stride_se, stride_sn, BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr,
-    SOFT: tl.constexpr, W_TMA: tl.constexpr, STAGES: tl.constexpr,
+    SOFT: tl.constexpr, W_TMA: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of an expert's W2 for BLOCK_M routed pairs whose h and s are there."""
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
@@ -331,7 +349,7 @@ def _rows_of_y(
         _dense_tiles(
             h_rows, mask_m, w_rows, stride_wn, y_rows, first_tile, tiles, e, pair, P, own, b, adapters,
             H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES,
-            INTERPRETED,
+            FIRST, INTERPRETED,
         )  # fmt: skip
     elif WHOLE:
         h_tiles = ()
@@ -394,6 +412,7 @@ def down_unit(
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se, stride_sn,
     BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr, W_TMA: tl.constexpr,
     STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr, WIDE: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of a block of pairs, once the programs before (JOINED: those of the block) are through.
 
@@ -436,7 +455,7 @@ def down_unit(
                 first_tile, tiles, expert, pair, mask_m, slot_m, first_slot, live_0, b, h_ptr, w2_ptr, y_ptr, adapters,
                 P, stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
                 BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, scales_ptr, words_ptr, stride_se, stride_sn,
-                BASE, FP16, NORMALIZED, SOFT, W_TMA, STAGES,
+                BASE, FP16, NORMALIZED, SOFT, W_TMA, STAGES, FIRST,
             )  # fmt: skip
         if WIDE > 1:
             if width > 1:
@@ -451,7 +470,7 @@ def down_unit(
                     first_tile, tiles, expert, pairs, mask, slots, slot, live, b_wide, h_ptr, w2_ptr, y_ptr, adapters,
                     P, stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
                     WIDE * BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, scales_ptr, words_ptr, stride_se, stride_sn,
-                    BASE, FP16, NORMALIZED, SOFT, W_TMA, WIDE_STAGES,
+                    BASE, FP16, NORMALIZED, SOFT, W_TMA, WIDE_STAGES, FIRST,
                 )  # fmt: skip
 
 
@@ -509,6 +528,7 @@ def _down_kernel(
     W_TMA: tl.constexpr = False,
     STAGES: tl.constexpr = 3,
     WIDE: tl.constexpr = 1,  # blocks of one expert that a program takes together
+    FIRST: tl.constexpr = False,
 ):
     """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), after the blocks of tokens where experts share B2.
 
@@ -540,4 +560,5 @@ def _down_kernel(
             BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr,
             stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT,
             W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, WIDE=WIDE,
+            FIRST=FIRST,
         )  # fmt: skip

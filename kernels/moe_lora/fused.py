@@ -36,6 +36,7 @@ from beam_moe.kernels.moe_lora.down import TOKENS, _down_kernel
 from beam_moe.kernels.moe_lora.gate_up import _gate_up_kernel
 from beam_moe.kernels.moe_lora.joined import _joined_kernel, joined_constants, joined_grid
 from beam_moe.kernels.moe_lora.mxfp8 import operand
+from beam_moe.kernels.moe_lora.pipeline import adapter_tile
 from beam_moe.kernels.moe_lora.plan import build_plan
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
@@ -118,7 +119,8 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
             config.joins,
             "config",
             "of rows='plan', one number of warps and tail_tiles dividing down_tiles where lag is not 0, none below 0; "
-            "of wide and lora_wide powers of two, above 1 with rows='plan' and no lag or one of at least as many",
+            "of wide, lora_wide and act_block_m (or 0) powers of two, the first two above 1 with rows='plan' and no "
+            "lag or one of at least as many",
             config,
         )
     if lora_ids is not None:
@@ -264,11 +266,12 @@ def _run(
             LAG=cfg.lag, BLOCK_M=cfg.block_m, UP_N=cfg.up_block_n, UP_K=cfg.up_block_k, UP_STAGES=cfg.up_stages,
             BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, TAIL=cfg.tail,
-            TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r,
+            TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r, FIRST=cfg.adapters_first,
             WIDE=wide, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
-        w_tiles, a_tiles = triton.cdiv(2 * inter, cfg.up_block_n), triton.cdiv(na * rank, cfg.up_block_n)
+        w_tiles = triton.cdiv(2 * inter, cfg.up_block_n)
+        a_tiles = triton.cdiv(na * rank, adapter_tile(cfg.up_block_n, na * rank))
         up_parts, token_blocks = (w_tiles + a_tiles) * cfg.splits, 0
         if shared_a:
             up_parts, token_blocks = max(w_tiles, a_tiles) * cfg.splits, triton.cdiv(tokens, cfg.block_m)
@@ -280,12 +283,12 @@ def _run(
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
             num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=wide, **common, **up_base,
         )  # fmt: skip
-        _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks)](
+        _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks * (cfg.block_m // cfg.act_rows))](
             buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
             tokens, e_global, experts, slots, up_b_offset,
             b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
             I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, BLOCK_P=block_p,
-            BLOCK_M=cfg.block_m, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
+            BLOCK_M=cfg.act_rows, PARTS=cfg.block_m // cfg.act_rows, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
             HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
         )  # fmt: skip
         token_blocks = triton.cdiv(tokens, TOKENS.value) if shared_b else 0
@@ -297,7 +300,8 @@ def _run(
             H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
             WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=wide, **common, **down_base,
+            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=wide, FIRST=cfg.adapters_first,
+            **common, **down_base,
         )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h

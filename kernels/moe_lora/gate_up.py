@@ -21,6 +21,7 @@ import triton.language as tl
 from beam_moe.kernels.moe_lora.mxfp8 import mxfp8_rows_times_x
 from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
+    adapter_tile,
     block_rows,
     dot,
     let_next_start,
@@ -129,7 +130,7 @@ def _expert_tile(
         _adapter_tile(
             x_ptr, x_offsets, a_ptr, expert, t_ptr, row, token, mask_m, tile - W_TILES, k_first, k_last,
             lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-            H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, STAGES, INTERPRETED,
+            H, RANK, NA, BLOCK_M, adapter_tile(BLOCK_N, NA * RANK), A_BLOCK_K, STAGES, INTERPRETED,
         )  # fmt: skip
 
 
@@ -150,7 +151,8 @@ def gate_up_unit(
     an earlier block takes its rows too (``widths``).
     """
     W_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    A_TILES: tl.constexpr = (NA * RANK + BLOCK_N - 1) // BLOCK_N
+    A_N: tl.constexpr = adapter_tile(BLOCK_N, NA * RANK)
+    A_TILES: tl.constexpr = (NA * RANK + A_N - 1) // A_N
     TILES: tl.constexpr = W_TILES if SHARED_A else W_TILES + A_TILES
     A_BLOCK_K: tl.constexpr = BLOCK_K if BASE == "dense" else BLOCK_K // 2  # as many bytes of A as of codes
     K_SHARE: tl.constexpr = ((H + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)) * BLOCK_K
@@ -171,7 +173,7 @@ def gate_up_unit(
                 x_ptr, token.to(tl.int64) * stride_xt, a_ptr, unit * 0, t_ptr, split.to(tl.int64) * T + token, token,
                 mask_m, unit % A_TILES, split * K_SHARE, tl.minimum(split * K_SHARE + K_SHARE, H),
                 lora_ids_ptr, ranks_ptr, enabled_ptr, SLOTS, up_a_offset, stride_al, stride_ae, stride_ar,
-                H, RANK, NA, BLOCK_M, BLOCK_N, A_BLOCK_K, STAGES, INTERPRETED,
+                H, RANK, NA, BLOCK_M, A_N, A_BLOCK_K, STAGES, INTERPRETED,
             )  # fmt: skip
     elif unit < TILES * SPLITS:
         block -= token_blocks

@@ -30,6 +30,7 @@ from beam_moe.kernels.moe_lora.activate import activate_unit
 from beam_moe.kernels.moe_lora.down import TOKENS, down_unit, sum_experts
 from beam_moe.kernels.moe_lora.gate_up import gate_up_unit
 from beam_moe.kernels.moe_lora.pipeline import (
+    adapter_tile,
     count_up_each,
     let_next_start,
     wait_for_count,
@@ -110,6 +111,7 @@ def _joined_kernel(
     TAIL: tl.constexpr,
     TAIL_TILES: tl.constexpr,
     WIDE: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -134,7 +136,8 @@ def _joined_kernel(
     AHEAD: tl.constexpr = False,
 ):
     """Grid (HEAD + (MAX_BLOCKS + 2 * LAG) * STEP,), see `joined_grid`."""
-    A_TILES: tl.constexpr = (NA * RANK + UP_N - 1) // UP_N
+    A_N: tl.constexpr = adapter_tile(UP_N, NA * RANK)
+    A_TILES: tl.constexpr = (NA * RANK + A_N - 1) // A_N
     UP_PARTS: tl.constexpr = ((2 * I + UP_N - 1) // UP_N + (0 if SHARED_A else A_TILES)) * SPLITS
     ACT_PARTS: tl.constexpr = (I + BLOCK_I - 1) // BLOCK_I
     # programs of a block's down: units of the last blocks are TAIL_TILES wide, of the others DOWN_TILES
@@ -184,7 +187,7 @@ def _joined_kernel(
                     stride_ae=stride_a2e, stride_ar=stride_a2r, I=I, RANK=RANK, NA=NA, TOP_K=TOP_K, SPLITS=SPLITS,
                     SHARED_A=SHARED_A, MORE=MORE, HAS_MAP=HAS_MAP, BLOCK_P=0, BLOCK_M=BLOCK_M, BLOCK_I=BLOCK_I,
                     BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, counts_ptr=counts_ptr, wanted=UP_PARTS,
-                    wanted_shared=head, MAX_BLOCKS=MAX_BLOCKS, JOINED=True,
+                    wanted_shared=head, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, PARTS=1,
                 )  # fmt: skip
             if SHARED_B:
                 # behind the last block in use stand parts without a block, which sum up while down still works
@@ -225,6 +228,7 @@ def _joined_kernel(
                     scales_ptr=scales2_ptr, words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE,
                     FP16=DOWN_FP16, NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES,
                     counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, WIDE=WIDE,
+                    FIRST=FIRST,
                 )  # fmt: skip
 
 
@@ -232,7 +236,7 @@ def joined_grid(
     *, tokens: int, hidden: int, inter: int, blocks: int, a_rows: int, shared_a: bool, config
 ) -> tuple[int]:
     """Programs of the launch; ``a_rows`` is the rows of A13 of one expert, 0 without adapters."""
-    a_tiles = triton.cdiv(a_rows, config.up_block_n)
+    a_tiles = triton.cdiv(a_rows, adapter_tile(config.up_block_n, a_rows))
     up = (triton.cdiv(2 * inter, config.up_block_n) + (0 if shared_a else a_tiles)) * config.splits
     act = triton.cdiv(inter, config.act_block_i)
     down = triton.cdiv(hidden, config.down_block_n * (config.tail_tiles or config.down_tiles))

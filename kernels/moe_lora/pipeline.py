@@ -102,7 +102,7 @@ def dot_fp32(a, b, acc, INTERPRETED: tl.constexpr):
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, acc)))
     else:
-        return tl.dot(a.to(tl.float32), b, acc, input_precision="tf32x3")
+        return acc + tl.dot(a.to(tl.float32), b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -125,11 +125,32 @@ def planned_rows(order_ptr, block_experts_ptr, block, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def part_rows(order_ptr, block_experts_ptr, part, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The same for one of PARTS parts of a block, of BLOCK_M rows each; expert -1 where none is in use."""
+    expert = tl.load(block_experts_ptr + part // PARTS)
+    pair = tl.load(order_ptr + part.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
+    mask_m = (pair >= 0) & (expert >= 0)
+    return tl.where(tl.max(pair, 0) >= 0, expert, -1), tl.where(mask_m, pair, 0), mask_m
+
+
+@triton.jit
 def wide_rows(order_ptr, block, width, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
     """Routed pairs and row mask of ``width`` blocks of one expert from ``block`` on, WIDE * BLOCK_M rows in all."""
     row = tl.arange(0, WIDE * BLOCK_M)
     pair = tl.load(order_ptr + block.to(tl.int64) * BLOCK_M + row, mask=row < width * BLOCK_M, other=-1)
     return tl.where(pair >= 0, pair, 0), pair >= 0
+
+
+@triton.constexpr_function
+def adapter_tile(block_n, rows):
+    """Rows of A that one tile takes, of ``rows`` in all: as many as of the weights, or fewer where those are not there.
+
+    64 at least where the weights' tile has as many: a row of wgmma's instructions.
+    """
+    size = 64
+    while size < rows:
+        size *= 2
+    return min(block_n, size)
 
 
 @triton.constexpr_function

@@ -9,9 +9,9 @@
 
 Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So
 the plan takes one launch without any exchange between programs, and is the same in every run. Beyond `COUNT_FIRST`
-pairs that would be most of its time, so a launch before it counts, an expert a program. For few pairs there is no
-plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both tables
-for `down`, with a block for each pair.
+pairs that would be most of its time, so a launch before it counts, an expert a program, and a program writes the rows
+of one step of the pairs. For few pairs there is no plan: each program of `gate_up` finds its block's rows among all
+pairs (`pipeline.gathered_rows`) and writes both tables for `down`, with a block for each pair.
 
 MXFP8 weights are multiplied with fp16 activations: where x is bf16, the same launch normalises its rows.
 """
@@ -33,7 +33,7 @@ COUNT_FIRST = 4096  # pairs beyond which a launch of its own counts them
 def _count_kernel(
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
-    totals_ptr,  # (E,)
+    totals_ptr,  # (STEPS + 1, E), STEPS = ceil(P / BLOCK_P)
     P,
     E_GLOBAL,
     E,
@@ -41,17 +41,18 @@ def _count_kernel(
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (E,): each program counts the pairs of one expert."""
+    """Grid (E,): each program counts the pairs of one expert, those before every step of BLOCK_P pairs and all."""
     wait_for_previous(PDL)
     let_next_start(PDL)
     e = tl.program_id(0)
     offs_p = tl.arange(0, BLOCK_P)
-    mine = tl.zeros((BLOCK_P,), tl.int32)
+    total = 0
     for first in range(0, P, BLOCK_P):
+        tl.store(totals_ptr + (first // BLOCK_P) * E + e, total)
         pair = first + offs_p
         expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
-        mine += (expert == e).to(tl.int32)
-    tl.store(totals_ptr + e, tl.sum(mine, 0))
+        total += tl.sum((expert == e).to(tl.int32), 0)
+    tl.store(totals_ptr + tl.cdiv(P, BLOCK_P) * E + e, total)
 
 
 @triton.jit(do_not_specialize=["P", "MAX_BLOCKS", "programs"])
@@ -81,10 +82,12 @@ def _plan_kernel(
     H: tl.constexpr = 0,
     BLOCK_H: tl.constexpr = 0,  # 0: a plan and nothing else
     COUNTED: tl.constexpr = False,  # the 2 * MAX_BLOCKS + 1 counts of the joined launch are set to zero
-    totals_ptr=None,  # (E,), with TOTALS: the pairs of each expert
+    totals_ptr=None,  # (STEPS + 1, E), with TOTALS: the pairs of each expert before every step of BLOCK_P, and all
     TOTALS: tl.constexpr = False,
 ):
     """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts.
+
+    With TOTALS there are as many for every step, which write the rows of its pairs, those of the first one the blocks.
 
     With BLOCK_H the grid is (programs + T,): a program behind the plan's own (none, where no plan is wanted) normalises
     a row of x.
@@ -101,8 +104,14 @@ def _plan_kernel(
     offs_p = tl.arange(0, BLOCK_P)
     offs_e = tl.arange(0, BLOCK_E)
 
+    first_pair, last_pair = 0, P
     if TOTALS:
-        counts = tl.load(totals_ptr + offs_e, mask=offs_e < E, other=0)
+        of_a_step = tl.cdiv(E, EXPERTS_PER_PROGRAM)
+        first_pair = program // of_a_step * BLOCK_P
+        last_pair = tl.minimum(P, first_pair + BLOCK_P)
+        program = program % of_a_step
+        totals_now = totals_ptr + first_pair // BLOCK_P * E
+        counts = tl.load(totals_ptr + tl.cdiv(P, BLOCK_P) * E + offs_e, mask=offs_e < E, other=0)
     else:
         counts = tl.zeros((BLOCK_E,), tl.int32)
         for first in range(0, P, BLOCK_P):
@@ -112,7 +121,7 @@ def _plan_kernel(
     blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
     block = tl.cumsum(blocks, 0) - blocks
 
-    if program == 0:
+    if (program == 0) & (first_pair == 0):
         if COUNTED:
             for first in range(0, 2 * MAX_BLOCKS + 1, BLOCK_E):
                 tl.store(counts_ptr + first + offs_e, 0, mask=first + offs_e < 2 * MAX_BLOCKS + 1)
@@ -129,21 +138,30 @@ def _plan_kernel(
             block_e = tl.sum(tl.where(own, block, 0), 0)
             blocks_e = (count_e + BLOCK_M - 1) // BLOCK_M
             row = order_ptr + block_e.to(tl.int64) * BLOCK_M
-            for first in range(0, P, BLOCK_P):
+            rest = row + count_e
+            if TOTALS:
+                row += tl.load(totals_now + e)
+            for first in range(first_pair, last_pair, BLOCK_P):
                 pair = first + offs_p
                 expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
                 mine = expert == e
                 rank = tl.cumsum(mine.to(tl.int32), 0)
                 tl.store(row + rank - 1, pair, mask=mine)
                 row += tl.sum(mine.to(tl.int32), 0)
-            over = tl.arange(0, BLOCK_M)
-            tl.store(row + over, -1, mask=count_e + over < blocks_e * BLOCK_M)
-            for first in range(0, blocks_e, BLOCK_E):
-                at = first + offs_e
-                tl.store(block_experts_ptr + block_e + at, e, mask=at < blocks_e)
-                if WIDE > 1:
-                    width = tl.where(at % WIDE == 0, tl.minimum(blocks_e - at, WIDE), 0)
-                    tl.store(widths_ptr + block_e + at, width, mask=at < blocks_e)
+            if first_pair == 0:
+                over = tl.arange(0, BLOCK_M)
+                tl.store(rest + over, -1, mask=count_e + over < blocks_e * BLOCK_M)
+                for first in range(0, blocks_e, BLOCK_E):
+                    at = first + offs_e
+                    tl.store(block_experts_ptr + block_e + at, e, mask=at < blocks_e)
+                    if WIDE > 1:
+                        width = tl.where(at % WIDE == 0, tl.minimum(blocks_e - at, WIDE), 0)
+                        tl.store(widths_ptr + block_e + at, width, mask=at < blocks_e)
+
+
+def totals_needed(pairs: int, experts: int) -> int:
+    """Elements of ``totals`` for `build_plan`."""
+    return (triton.cdiv(pairs, AT_ONCE) + 1) * experts if pairs > COUNT_FIRST else 0
 
 
 def build_plan(
@@ -167,14 +185,17 @@ def build_plan(
     words: torch.Tensor | None = None,
 ) -> None:
     """Launch the plan of ``topk_ids`` (T, K) into ``order``, ``block_experts`` and, with ``wide`` above 1, ``widths``,
-    laid out as above; zero ``counts``. ``totals`` int32 (E,) is used beyond `COUNT_FIRST` pairs.
+    laid out as above; zero ``counts``. ``totals`` int32, of `totals_needed` elements, is
+    used beyond `COUNT_FIRST` pairs.
 
     With ``x`` (T, H), of inner stride 1, further programs of the same launch write its rows' fp16 images to ``xn``
     (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone.
     """
     pairs = topk_ids.numel()
     launch, extra = {"launch_pdl": True} if pdl else {}, {}
-    programs = triton.cdiv(experts, experts_per_program) if planned else 0
+    counted = planned and pairs > COUNT_FIRST
+    steps = triton.cdiv(pairs, AT_ONCE) if counted else 1
+    programs = triton.cdiv(experts, experts_per_program) * steps if planned else 0
     rows = 0
     if x is not None:
         rows, hidden = x.shape
@@ -187,7 +208,7 @@ def build_plan(
     common: dict[str, Any] = dict(
         BLOCK_P=min(AT_ONCE, max(16, triton.next_power_of_2(pairs))), HAS_MAP=expert_map is not None, PDL=pdl, **launch
     )
-    if planned and pairs > COUNT_FIRST:
+    if counted:
         _count_kernel[(experts,)](topk_ids, emap, totals, pairs, e_global, experts, num_warps=8, **common)
         extra |= {"totals_ptr": totals, "TOTALS": True}
     _plan_kernel[(programs + rows,)](

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from beam_moe.kernels.moe_lora.config import OPS, MoEConfig
+from beam_moe.kernels.moe_lora.plan import totals_needed
 
 CHUNK = 4096  # tokens of one pass: beyond it the fp32 rows of `y` would outgrow what they save
 _ALIGN = 256
@@ -39,7 +40,7 @@ class Buffers(NamedTuple):
     xn: torch.Tensor  # x's fp16 image under MXFP8 weights
     words: torch.Tensor
     counts: torch.Tensor  # of parts done, see `joined`
-    totals: torch.Tensor  # pairs of each expert, see `plan`
+    totals: torch.Tensor  # pairs of each expert, counted first where they are many, see `plan`
 
 
 def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | None]]:
@@ -59,7 +60,7 @@ def _parts(shape: Shape, config: MoEConfig) -> list[tuple[int, torch.dtype | Non
         (shape.tokens * shape.hidden, torch.float16),
         (shape.tokens, torch.int32),
         (2 * blocks + 1 if config.lag else 0, torch.int32),
-        (shape.experts, torch.int32),
+        (totals_needed(pairs, shape.experts), torch.int32),
     ]
 
 

@@ -145,6 +145,34 @@ def test_every_way_to_find_rows_with_many_tiles(device, rows, down_whole):
     check(layer(device, 3, rank=24), dataclasses.replace(TILED, rows=rows, down_whole=down_whole))
 
 
+@pytest.mark.parametrize("down_whole", [False, True], ids=["stepped", "whole"])
+@pytest.mark.parametrize(("slots", "rank"), [(1, 8), (3, 8), (1, 70)])
+@pytest.mark.parametrize("tiles", [1, 2, 3])
+def test_adapters_first(device, tiles, slots, rank, down_whole):
+    """Tiles that start from B2 @ s; H fills the last program's tiles in part, and some rows are bare."""
+    args = layer(device, 9, rank=rank, slots=slots)
+    args["lora_ids"][::4] = -1
+    config = dataclasses.replace(SMALL, down_block_n=16, down_block_k=16, down_tiles=tiles, down_whole=down_whole)
+    got = check(args, dataclasses.replace(config, adapters_first=True))
+    assert torch.equal(got[::4], fused_moe(**bare(args), config=config)[::4])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_activate_takes_a_part_of_a_block(device, slots):
+    """Parts of blocks of 64 rows: full ones, those that a few rows fill, and those that none does."""
+    args = layer(device, 40, rank=8, slots=slots)
+    config = dataclasses.replace(SMALL, block_m=64)
+    whole = check(args, config)
+    for rows in (16, 32, 64, 128):
+        assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, act_block_m=rows)), whole)
+
+
+@pytest.mark.parametrize("rank", [8, 40, 129])
+def test_a_tile_of_a_is_narrower_than_one_of_the_weights(device, rank):
+    """A of gate and up has 16, 80 and 258 rows, which take tiles of 64, 128 and 128."""
+    check(layer(device, 5, rank=rank), dataclasses.replace(SMALL, up_block_n=128))
+
+
 @pytest.mark.parametrize("splits", [1, 5])
 def test_splits_of_the_hidden_axis(device, splits):
     """Of five shares of 16, two lie past H = 48 and are zero."""
@@ -540,7 +568,9 @@ def test_which_calls_take_blocks_together(device, dtype, case, wide, monkeypatch
 
 def test_blocks_taken_together_need_a_plan_a_lag_of_as_many_and_a_power_of_two(device):
     args = layer(device)
-    match = "fused_moe: config must be .* of wide and lora_wide powers of two, above 1 with rows='plan'"
+    match = r"fused_moe: config must be .* lora_wide and act_block_m \(or 0\) powers of two, the first two above 1 with"
+    with pytest.raises(ValueError, match=match):
+        fused_moe(**args, config=dataclasses.replace(SMALL, act_block_m=48))
     for name in ("wide", "lora_wide"):
         for wrong in ({"rows": "search"}, {"lag": 3}, {name: 0}, {name: -1}, {name: 3}):
             with pytest.raises(ValueError, match=match):

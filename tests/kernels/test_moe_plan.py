@@ -7,7 +7,7 @@ import triton.language as tl
 
 from beam_moe.kernels.moe_lora import MoEConfig
 from beam_moe.kernels.moe_lora.pipeline import block_rows
-from beam_moe.kernels.moe_lora.plan import build_plan
+from beam_moe.kernels.moe_lora.plan import build_plan, totals_needed
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ def plan(ids, expert_map, experts, block_m, device, experts_per_program=1, wide=
     table = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
     counts = torch.full((2 * blocks + 1,), EMPTY, dtype=torch.int32, device=device)
     widths = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
-    totals = torch.full((experts,), EMPTY, dtype=torch.int32, device=device)
+    totals = torch.full((totals_needed(ids.numel(), experts),), EMPTY, dtype=torch.int32, device=device)
     build_plan(
         ids, emap, experts, block_m, order, table, widths, counts, totals, wide=wide, num_warps=4,
         experts_per_program=experts_per_program, pdl=False,
@@ -104,6 +104,9 @@ def test_more_pairs_than_a_program_takes_at_once(device):
     ids[2040:2060] = 1
     check(ids.tolist(), None, 3, 32, device, experts_per_program=2)
     check(ids.tolist(), [2, -1, 0], 3, 32, device, wide=2)
+    ids[:2048] = 2  # the first step holds pairs of one expert alone, the second one the first of the others
+    check(ids.tolist(), None, 3, 32, device)
+    check([[-1]] * 4200, None, 3, 32, device)
 
 
 def test_the_most_experts_of_which_few_are_chosen(device):
