@@ -14,7 +14,8 @@ itself. dy is read once for both. What is kept for the backward pass is what a b
 trained, w as it is (or the caller's column copy) if x wants a gradient; the columns are quantised in the backward pass.
 
 Where the hardware has no block-scaled product (before Blackwell) operands are quantised to bf16 values in one pass
-(`fake_quantize`) and multiplied by cuBLAS: the same numbers, to accumulation order.
+(`fake_quantize`) and multiplied by cuBLAS: the same numbers, to accumulation order. On Blackwell `linear` swizzles the
+scales that its products then copy to tensor memory as they are (`takes_swizzled`).
 
 Inside ``torch.compile`` both layers are custom operators with gradients (`torch_ops`).
 """
@@ -24,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from beam_moe.kernels.checks import require_device
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor, _require, _require_tensor
-from beam_moe.kernels.mxfp8.gemm import OUT_DTYPES, _capability, dense_matmul, gemm
+from beam_moe.kernels.mxfp8.gemm import OUT_DTYPES, _capability, dense_matmul, gemm, takes_swizzled
 from beam_moe.kernels.mxfp8.grouped import (
     _check_offsets,
     grouped_gemm,
@@ -41,17 +42,25 @@ def _native(device: torch.device) -> bool:
     return _capability(device)[0] >= 10
 
 
-def _quantized(t: torch.Tensor, axis: int):
-    """``t`` quantised along ``axis``, as its device multiplies it, with that axis last."""
+def _quantized(t: torch.Tensor, axis: int, *, first: bool):
+    """``t`` quantised along ``axis``, as its device multiplies it, with that axis last.
+
+    Args:
+        first: for `_multiply`'s first operand.
+    """
     if _native(t.device):
-        q = quantize(t, axis=axis)
+        q = quantize(t, axis=axis, swizzle=not first or takes_swizzled(t.shape[-3 - axis]))
     else:
         q = fake_quantize(t, axis=axis)
     return q if axis == -1 else q.mT
 
 
 def _quantized_both(t: torch.Tensor):
-    row, col = quantize_both(t) if _native(t.device) else fake_quantize(t, axis="both")
+    """``t`` quantised along each axis, for a first operand."""
+    if _native(t.device):
+        row, col = quantize_both(t, swizzle=takes_swizzled(min(t.shape)))
+    else:
+        row, col = fake_quantize(t, axis="both")
     return row, col.mT
 
 
@@ -97,9 +106,9 @@ class _Linear(torch.autograd.Function):
         if pair is not None:
             wq = pair[0]
         else:
-            wq = values[0] if values is not None else _quantized(w, -1)
+            wq = values[0] if values is not None else _quantized(w, -1, first=False)
         _save(ctx, x, w, bias, pair, values)
-        return _multiply(_quantized(x, -1), wq, x.dtype, bias)
+        return _multiply(_quantized(x, -1, first=True), wq, x.dtype, bias)
 
     @staticmethod
     @once_differentiable
@@ -114,14 +123,15 @@ def linear_gradients(dy, x, w, col, scale, swizzled, x_dtype, w_dtype, bias_dtyp
     if need_x and need_w:
         row, dyc = _quantized_both(dy)
     elif need_x:
-        row = _quantized(dy, -1)
+        row = _quantized(dy, -1, first=True)
     elif need_w:
-        dyc = _quantized(dy, -2)
+        dyc = _quantized(dy, -2, first=True)
     if need_x:
-        dx = _multiply(row, _saved_columns(w, col, scale, swizzled, lambda w: _quantized(w, -2)), x_dtype)
-        row = None  # its memory is free for the wgrad's operands
+        wq = _saved_columns(w, col, scale, swizzled, lambda w: _quantized(w, -2, first=False))
+        dx = _multiply(row, wq, x_dtype)
+        row = wq = None  # their memory is free for the wgrad's operands
     if need_w:
-        dw = _multiply(dyc, _quantized(x, -2), w_dtype)
+        dw = _multiply(dyc, _quantized(x, -2, first=False), w_dtype)
     if bias_dtype is not None:
         dbias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx, dw, dbias

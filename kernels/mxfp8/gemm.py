@@ -104,6 +104,16 @@ def _serves(tuned: dict, rows: int, x_dtype: torch.dtype, stream: bool) -> bool:
     return tuned["route"] == "dequantize" or rows <= DECODE_ROWS or tuned["bm"] >= DECODE_ROWS
 
 
+def _native_rows(rows: int) -> int:
+    """Rows of ``a`` in a tile of the route ``native``; of ``b`` a tile has 128."""
+    return next((c for c in (*ROW_CLASSES, 256) if rows <= c), 256)
+
+
+def takes_swizzled(rows: int) -> bool:
+    """Whether the route ``native`` copies swizzled scales of such an ``a`` to tensor memory; those of ``b`` always."""
+    return _native_rows(rows) % 128 == 0
+
+
 def choose(
     rows: int, n: int, k: int, device: torch.device, *, x_dtype: torch.dtype, prepared: bool, both: bool, stream: bool
 ) -> GemmConfig:
@@ -116,7 +126,7 @@ def choose(
     """
     capability = _capability(device)
     if both and capability[0] >= 10:
-        bm = next((c for c in (*ROW_CLASSES, 256) if rows <= c), 256)
+        bm = _native_rows(rows)
         return GemmConfig("native", bm=bm, bn=128, bk=128, warps=4, stages=4 if bm <= 64 else 3)
     # fp16 activations do not fit a bf16 product: they keep to the kernels that hold them exactly
     if rows > DEQUANTIZE_ROWS and x_dtype == torch.bfloat16:

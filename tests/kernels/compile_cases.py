@@ -286,6 +286,7 @@ def mxfp8():
 def mxfp8_native():
     """Products of two MXFP8 operands, for GPUs that scale blocks themselves (architecture 100)."""
     from beam_moe.kernels import mxfp8 as q
+    from beam_moe.kernels.mxfp8.autograd import linear_gradients
     from beam_moe.kernels.mxfp8.gemm import gemm
 
     for rows in (16, 256):
@@ -293,6 +294,10 @@ def mxfp8_native():
     if torch.cuda.get_device_capability()[0] >= 10:  # elsewhere swizzled scales are refused
         for rows in (16, 128, 256):
             gemm(q.quantize(empty(rows, 512), swizzle=True), q.quantize(empty(384, 512), swizzle=True))
+        for rows in (16, 300):
+            x, w = empty(rows, 512), empty(384, 512)
+            dy = q.linear(x, w)
+            linear_gradients(dy, x, w, None, None, False, x.dtype, torch.float32, None)
 
 
 def grouped_lora():

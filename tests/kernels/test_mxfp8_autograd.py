@@ -1,5 +1,6 @@
 """Gradients of the MXFP8 layers: against each step done with the references, and against unquantised float64."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,15 +11,19 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from beam_moe.kernels.mxfp8 import (
+    autograd,
     dequantize_reference,
     fake_quantize,
     prepare,
+    quantize,
     quantize_both,
     quantize_reference,
     torch_ops,
 )
 from beam_moe.kernels.mxfp8.autograd import _native, grouped_linear, linear
 from beam_moe.testing import assert_close, error_ratio
+
+gemm = importlib.import_module("beam_moe.kernels.mxfp8.gemm")  # the package's attribute is the function
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 # tensor cores truncate where they align the terms of a sum
@@ -297,6 +302,75 @@ def test_the_weight_gradient_starts_with_the_memory_of_the_input_gradient_free(d
     monkeypatch.setattr(autograd, "_multiply", multiply)
     y.sum().backward()
     assert len(seen) == 4 and alive == [0, 0]
+
+
+# --- Blackwell, in the interpreter ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layouts(monkeypatch):
+    """Says that the device is a Blackwell; the layouts in which each product reads the scales of a and of b."""
+    pytest.importorskip("triton", minversion="3.8.0")
+    if torch.cuda.is_available():
+        pytest.skip("Hopper has no block-scaled instruction")
+    for module in (gemm, autograd):
+        monkeypatch.setattr(module, "_capability", lambda device: (10, 0))
+    found, real = [], gemm._native_layout
+
+    def layout(t, *tile):
+        made = real(t, *tile)
+        found.append(made[0])
+        return made
+
+    monkeypatch.setattr(gemm, "_native_layout", layout)
+    return found
+
+
+def spread(*shape, seed):
+    """Blocks of very different scales in both directions, so that one in another's place shows."""
+    g = torch.Generator().manual_seed(seed)
+    rows, columns = (torch.randint(-6, 7, size, generator=g) for size in ((shape[0], 1), (1, shape[1])))
+    return torch.ldexp(randn(*shape, seed=seed), rows + columns)
+
+
+@pytest.mark.parametrize(
+    ("rows", "want_x", "layouts_of_a"),
+    [
+        (0, True, []),
+        (33, True, ["rows", "rows", "rows"]),  # rows and columns of dy are quantised together
+        (33, False, ["rows", "tma"]),
+        (65, True, ["tma", "tma", "tma"]),
+        (300, True, ["tma", "tma", "tma"]),
+    ],
+)
+def test_scales_are_swizzled_where_a_product_copies_them(rows, want_x, layouts_of_a, layouts, device, monkeypatch):
+    """The weight side always, the other from 65 rows on; no bit depends on it."""
+    x, w, dy = spread(rows, 160, seed=1), spread(96, 160, seed=2), spread(rows, 96, seed=3)
+
+    def gradients():
+        leaves = [x.clone().requires_grad_(want_x), w.clone().requires_grad_()]
+        y = linear(*leaves)
+        return y.detach(), *torch.autograd.grad(y, [t for t in leaves if t.requires_grad], dy)
+
+    got = gradients()
+    assert layouts[::2] == layouts_of_a and layouts[1::2] == ["tma"] * len(layouts_of_a)
+    layouts.clear()
+    monkeypatch.setattr(autograd, "quantize", lambda t, axis, swizzle: quantize(t, axis=axis))
+    monkeypatch.setattr(autograd, "quantize_both", lambda t, swizzle: quantize_both(t))
+    for row_major, value in zip(gradients(), got, strict=True):
+        assert torch.equal(row_major, value)
+    assert set(layouts) <= {"rows"}
+    if rows and want_x:
+        for name, ref, value in zip(("y", "dx", "dw"), steps(x, w, dy), got):
+            assert_close(name, ref, value, LIMIT[F32])
+
+
+@pytest.mark.parametrize("swizzled", ["row", "col"])
+def test_torch_compile_keeps_the_layout_of_a_quantised_weight(swizzled, layouts, device):
+    w = spread(96, 160, seed=2)
+    weight = (quantize(w, swizzle=swizzled == "row"), quantize(w, axis=-2, swizzle=swizzled == "col"))
+    same_bits_in_one_graph(lambda x: linear(x, weight), [spread(33, 160, seed=1).requires_grad_()], [])
+    assert layouts[1::2] == (["tma", "rows"] if swizzled == "row" else ["rows", "tma"]) * 2
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
