@@ -19,6 +19,8 @@ generations: Counter[Name] = Counter()
 """Replacements so far."""
 hashed: defaultdict[int, set[Name]] = defaultdict(set)
 """What blocks were hashed by since the last replacement, by ``lora_int_id``."""
+REPLACES = ("beam_moe_load_adapter", "beam_moe_restore_adapter")
+"""Methods of `weight_sync.WeightSync` that replace an adapter, called by themselves or by its ``beam_moe_attempt``."""
 NOTED = "_beam_moe_generation"
 """On a request: the generation that its block hashes are of."""
 
@@ -68,11 +70,13 @@ def tell_generations_apart() -> None:
 
     @wraps(rpc)
     def calling(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        result = rpc(self, method, timeout, args, kwargs)
-        if method == "beam_moe_load_adapter":
-            number = args[1] if len(args) > 1 else (kwargs or {})["number"]
-            replaced(self, number)
-        return result
+        called, *given = args if method == "beam_moe_attempt" and args else (method, *args)
+        try:
+            return rpc(self, method, timeout, args, kwargs)
+        finally:  # also after an error: some workers may have done it
+            number = given[1] if len(given) > 1 else (kwargs or {}).get("number")
+            if called in REPLACES and number is not None:
+                replaced(self, number)
 
     @wraps(add_request)
     def taking(self: Any, request: Any, request_wave: int = 0) -> None:

@@ -66,8 +66,8 @@ class WeightSync:
         return len(staged[key])
 
     def beam_moe_discard(self, key: str) -> None:
-        """Forget what was staged or prepared under ``key``."""
-        for kept in ("_beam_moe_staged", "_beam_moe_prepared"):
+        """Forget what was staged, prepared or kept of an earlier version under ``key``."""
+        for kept in ("_beam_moe_staged", "_beam_moe_prepared", "_beam_moe_before"):
             self.__dict__.get(kept, {}).pop(key, None)
 
     def beam_moe_attempt(self, method: str, *args: Any) -> tuple[Any, str | None]:
@@ -109,6 +109,8 @@ class WeightSync:
         """Make the staged tensors adapter ``number``, in place of a loaded one; the modules it changes on this rank.
 
         A rank of which the adapter changes nothing, as a pipeline stage may be, takes it too: requests name it there.
+        After `beam_moe_prepare_adapter` the version before is kept for `beam_moe_restore_adapter`, until
+        `beam_moe_discard`.
 
         Args:
             key: of `beam_moe_stage`.
@@ -122,9 +124,19 @@ class WeightSync:
         manager = self._lora_manager()
         if prepared is None or prepared.id != number:
             prepared = read_adapter(manager, number, self._staged(key), config)
+        else:
+            self.__dict__.setdefault("_beam_moe_before", {})[key] = loaded_adapters(manager)
         changed = sorted(prepared.loras)
         put_adapter(manager, prepared)
         return changed
+
+    def beam_moe_restore_adapter(self, key: str, number: int) -> None:
+        """Undo a `beam_moe_load_adapter` that failed on this rank or another, half done or whole."""
+        before = self.__dict__.get("_beam_moe_before", {}).pop(key, None)
+        if before is not None:
+            manager = self._lora_manager()
+            manager._adapter_manager.remove_adapter(number)
+            put_back(manager, *before)
 
     def beam_moe_check_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> None:
         """What `beam_moe_update_weights` checks before it loads anything, of tensors that stay staged.
@@ -268,17 +280,29 @@ def missing(model: Any, names: Iterable[str]) -> list[str]:
 @contextmanager
 def adapters_kept(manager: Any) -> Iterator[None]:
     """Put back what a reload makes vLLM forget, also one that fails: adapters' factors are whole in host memory."""
-    inner = None if manager is None else manager._adapter_manager
-    adapters = {} if inner is None else dict(inner._registered_adapters.cache)
-    active = [] if inner is None else [i for i in inner.lora_index_to_id if i is not None]
+    if manager is None:
+        yield
+        return
+    before = loaded_adapters(manager)
     try:
         yield
     finally:
-        if inner is not None:
-            for adapter in adapters.values():
-                inner.add_adapter(adapter)
-            for number in active:
-                inner.activate_adapter(number)
+        put_back(manager, *before)
+
+
+def loaded_adapters(manager: Any) -> tuple[list[Any], list[int]]:
+    """The ``LoRAModel`` of every adapter in host memory, least recently used first, and the numbers of active ones."""
+    inner = manager._adapter_manager
+    return list(inner._registered_adapters.cache.values()), [i for i in inner.lora_index_to_id if i is not None]
+
+
+def put_back(manager: Any, adapters: Iterable[Any], active: Iterable[int]) -> None:
+    """Load what `loaded_adapters` returned, as far as it is gone."""
+    inner = manager._adapter_manager
+    for adapter in adapters:
+        inner.add_adapter(adapter)
+    for number in active:
+        inner.activate_adapter(number)
 
 
 def abandon_reload(model: torch.nn.Module) -> None:
@@ -406,13 +430,21 @@ class AdapterSync:
         key = f"adapter/{self.number}"
         yield "beam_moe_discard", (key,)
         for piece in pieces(tensors):
-            yield "beam_moe_stage", (key, piece)
-        yield "beam_moe_prepare_adapter", (key, self.number, config)
-        yield "beam_moe_load_adapter", (key, self.number, config)
+            yield "beam_moe_attempt", ("beam_moe_stage", key, piece)
+        for method in ("beam_moe_prepare_adapter", "beam_moe_load_adapter"):
+            yield "beam_moe_attempt", (method, key, self.number, config)
+        yield "beam_moe_discard", (key,)
 
-    def _check(self, method: str, results: list[Any]) -> None:
-        if method == "beam_moe_prepare_adapter" and not any(results):
+    def _check(self, method: str, args: tuple[Any, ...], results: list[Any]) -> None:
+        results = _answers(method, results)
+        if args[0] == "beam_moe_prepare_adapter" and not any(results):
             raise ValueError(f"AdapterSync: {self.name} changes no module on any rank")
+
+    def _undo(self, args: tuple[Any, ...]) -> list[tuple[str, tuple[Any, ...]]]:
+        """What takes a call that failed back on every rank; what is refused earlier has changed nothing."""
+        if args[0] != "beam_moe_load_adapter":
+            return []
+        return [("beam_moe_attempt", ("beam_moe_restore_adapter", *args[1:3]))]
 
     def _finish(self) -> Any:
         self.generation += 1
@@ -425,15 +457,29 @@ class AdapterSync:
             llm: anything with a blocking ``collective_rpc``.
             tensors: PEFT names and tensors, a mapping or pairs, in any layout that `adapters` knows; left as they are.
             config: as in ``adapter_config.json``: ``r``, ``lora_alpha``, ...
+
+        Raises:
+            ValueError: an adapter that a rank refuses, in its words, or that changes no module on any. Every rank keeps
+                the version before, also where one fails while it loads.
         """
         for method, args in self._calls(tensors, config):
-            self._check(method, llm.collective_rpc(method, args=args))
+            try:
+                self._check(method, args, llm.collective_rpc(method, args=args))
+            except Exception:
+                for undo, given in self._undo(args):
+                    _answers(undo, llm.collective_rpc(undo, args=given))
+                raise
         return self._finish()
 
     async def update_async(self, engine: Any, tensors: Any, config: dict[str, Any]) -> Any:
         """`update` for an ``AsyncLLM``."""
         for method, args in self._calls(tensors, config):
-            self._check(method, await engine.collective_rpc(method, args=args))
+            try:
+                self._check(method, args, await engine.collective_rpc(method, args=args))
+            except Exception:
+                for undo, given in self._undo(args):
+                    _answers(undo, await engine.collective_rpc(undo, args=given))
+                raise
         return self._finish()
 
 
@@ -444,7 +490,7 @@ def _weight_calls(
     named = [(plain_name(n), t) for n, t in items]
     stated = declare_routers(named) if routers is None else {plain_name(n): d for n, d in routers.items()}
     calls: list[tuple[str, tuple[Any, ...]]] = [("beam_moe_discard", ("weights",))]
-    calls += [("beam_moe_stage", ("weights", piece)) for piece in pieces(named)]
+    calls += [("beam_moe_attempt", ("beam_moe_stage", "weights", piece)) for piece in pieces(named)]
     for method in ("beam_moe_check_weights", "beam_moe_update_weights"):
         calls.append(("beam_moe_attempt", (method, "weights", stated)))
     return calls, stated

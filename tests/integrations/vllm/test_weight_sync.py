@@ -226,26 +226,64 @@ def test_ranks_that_differ_between_modules(harness, engine):
     assert experts.ranks[0] == 8
 
 
-def test_an_adapter_that_one_rank_refuses_reaches_none(harness, engine):
-    """Otherwise some ranks would serve the new version under the name of the old one."""
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("refused", ["stage", "prepare_adapter", "load_adapter"])
+def test_an_adapter_that_one_rank_refuses_reaches_none(harness, engine, refused, first):
+    """Otherwise some ranks would serve the new version under the name of the old one. Whenever it is refused, and in a
+    way that leaves vLLM's executor in step with its workers."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync, WeightSync
+
+    class Refusing(WeightSync):
+        refuses = False
+
+        def answer(self, method):
+            if self.refuses and method == refused:
+                raise ValueError("this rank refuses")
+            return []
+
+    for method in ("stage", "prepare_adapter", "load_adapter"):
+        setattr(Refusing, f"beam_moe_{method}", lambda self, *args, method=method: self.answer(method))
+    refusing = Refusing()
+    llm = QueuedEngine(*((refusing, *engine.llm.workers) if first else (*engine.llm.workers, refusing)))
+    sync, other = AdapterSync("policy", 1), AdapterSync("other", 2)
+    other.update(llm, harness.adapter_tensors("per_expert", seed=7), CONFIG)
+    sync.update(llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+    refusing.refuses = True
+    for update in (sync.update, as_blocking(sync.update_async)):
+        with pytest.raises(ValueError, match="^this rank refuses$"):
+            update(llm, harness.adapter_tensors("per_expert", seed=1, rank=2), {**CONFIG, "r": 2})
+        assert difference(harness, engine, 0) < LIMIT and sync.generation == 1
+        experts = engine.model.moe_layers[0].routed_experts.quant_method.moe_kernel.impl.fused_experts
+        assert sorted(engine.manager._adapter_manager.lora_index_to_id) == [1, 2] and experts.ranks.tolist() == [4, 4]
+    refusing.refuses = False
+    sync.update(llm, harness.adapter_tensors("per_expert", seed=2), CONFIG)
+    assert difference(harness, engine, 2) < LIMIT, "what was prepared before must be gone"
+    assert llm.collective_rpc("beam_moe_discard", args=("adapter/1",)) == [None, None]
+    kept = vars(engine.llm.workers[0])
+    assert not any(kept.get(f"_beam_moe_{name}") for name in ("staged", "prepared", "before")), "memory of a version"
+
+
+def as_blocking(update):
+    """`AdapterSync.update_async` for an engine whose calls block."""
+
+    def call(llm, *args):
+        async def rpc(*a, **k):
+            return llm.collective_rpc(*a, **k)
+
+        return asyncio.run(update(SimpleNamespace(collective_rpc=rpc), *args))
+
+    return call
+
+
+def test_a_first_adapter_that_one_rank_fails_to_load_is_on_none(harness, engine, monkeypatch):
+    """Half loaded on the rank that fails, whole on the other."""
     from beam_moe.integrations.vllm.weight_sync import AdapterSync
 
-    class Refusing:
-        def __getattr__(self, method):
-            def call(*args):
-                if method == "beam_moe_prepare_adapter":
-                    raise ValueError("this rank refuses")
-
-            return call
-
-    sync = AdapterSync("policy", 1)
-    sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
-    two = Engine(engine.llm.workers[0], Refusing())
-    with pytest.raises(ValueError, match="this rank refuses"):
-        sync.update(two, harness.adapter_tensors("per_expert", seed=1), CONFIG)
-    assert difference(harness, engine, 0) < LIMIT
-    sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=2), CONFIG)
-    assert difference(harness, engine, 2) < LIMIT, "what was prepared before must be gone"
+    inner = engine.manager._adapter_manager
+    monkeypatch.setattr(inner, "activate_adapter", lambda number: 1 / 0)
+    with pytest.raises(ValueError, match="division by zero"):
+        AdapterSync("policy", 1).update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+    assert not engine.manager.list_adapters() and set(inner.lora_index_to_id) == {None}
 
 
 # --- KV of old weights
@@ -267,7 +305,11 @@ def core(fake_hopper, monkeypatch):
     monkeypatch.setattr(kv_reuse, "generations", type(kv_reuse.generations)())
     monkeypatch.setattr(kv_reuse, "hashed", type(kv_reuse.hashed)(set))
     core = object.__new__(EngineCore)
-    executor = {"add_lora": lambda r: True, "remove_lora": lambda i: True, "collective_rpc": lambda *a: [[]]}
+
+    def rpc(method, *args):
+        return [([], None) if method == "beam_moe_attempt" else []]
+
+    executor = {"add_lora": lambda r: True, "remove_lora": lambda i: True, "collective_rpc": rpc}
     core.model_executor = SimpleNamespace(**executor, supported_tasks=("generate",))
     requests = {}
     core.scheduler = SimpleNamespace(requests=requests, add_request=lambda r: requests.setdefault(r.request_id, r))
@@ -287,6 +329,20 @@ def lora_request(path="/a", number=1, **options):
     return LoRARequest("policy", number, path, **options)
 
 
+def fails_on_one_rank(core, method, args):
+    from beam_moe.integrations.vllm.weight_sync import refuse_requests_between_versions
+
+    def answer(*_):
+        if method != "beam_moe_attempt":
+            raise RuntimeError("Worker failed with error 'no memory'")
+        return [([], None), (None, "no memory")]
+
+    refuse_requests_between_versions()  # which turns a worker's error into one of the engine
+    core.model_executor.collective_rpc = answer
+    with pytest.raises((ValueError, RuntimeError), match="no memory"):
+        core.collective_rpc(method, args=args)
+
+
 @pytest.mark.parametrize(
     "replace",
     [
@@ -295,9 +351,14 @@ def lora_request(path="/a", number=1, **options):
         lambda core: core.remove_lora(1),
         lambda core: core.collective_rpc("beam_moe_load_adapter", args=("adapter/1", 1, {})),
         lambda core: core.collective_rpc("beam_moe_load_adapter", kwargs={"key": "k", "number": 1, "config": {}}),
+        lambda core: core.collective_rpc("beam_moe_attempt", args=("beam_moe_load_adapter", "adapter/1", 1, {})),
+        lambda core: core.collective_rpc("beam_moe_attempt", args=["beam_moe_restore_adapter", "adapter/1", 1]),
+        lambda core: fails_on_one_rank(core, "beam_moe_attempt", ("beam_moe_load_adapter", "adapter/1", 1, {})),
+        lambda core: fails_on_one_rank(core, "beam_moe_load_adapter", ("adapter/1", 1, {})),
     ],
-    ids=["in place", "in place, another path", "removed", "from memory", "from memory, by name"],
-)
+    ids=["in place", "in place, another path", "removed", "from memory", "from memory, by name", "an attempt",
+         "taken back", "an attempt that fails on one rank", "failed on one rank"],
+)  # fmt: skip
 def test_a_replaced_adapter_shares_no_block_with_the_one_before(core, replace):
     """Requests before and after, one that waits meanwhile, one on its way into the engine, and one that runs."""
     before, again = core.request("a", lora_request()), core.request("b", lora_request())
@@ -328,6 +389,7 @@ def test_other_calls_keep_blocks(core):
     before = core.request("a", lora_request())
     core.add_lora(lora_request())
     core.collective_rpc("beam_moe_report")
+    core.collective_rpc("beam_moe_attempt", args=("beam_moe_prepare_adapter", "adapter/1", 1, {}))
     core.add_lora(lora_request(number=2, load_inplace=True))
     assert core.request("b", lora_request()).block_hashes == before.block_hashes
 
