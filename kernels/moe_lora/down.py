@@ -27,12 +27,14 @@ from beam_moe.kernels.moe_lora.pipeline import (
     adapter_slot,
     dot,
     dot_fp32,
+    dot_thirds,
     let_next_start,
     live_rank,
     load_ranks,
     local_expert,
     planned_rows,
     single_row,
+    thirds,
     wait_for_count,
     wait_for_previous,
     wide_rows,
@@ -55,11 +57,14 @@ def load_s(s_ptr, pair, mask_rows, r, live, P, RANK: tl.constexpr, TILES: tl.con
 
 @triton.jit
 def _load_b(slot, live, e, n, mask_n, adapters, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(BLOCK_N, BLOCK_R): the first ranks of an adapter's B2 in some rows of an expert."""
+    """int16 (BLOCK_N, BLOCK_R): the bits of the first ranks of an adapter's B2 in some rows of an expert.
+
+    A loop that carried the values themselves would bring them to shared memory in each of its steps.
+    """
     _, b2_ptr, _, _, _, stride_bl, stride_be, stride_bn = adapters
     r = tl.arange(0, BLOCK_R)
     rows = b2_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_bl + e * stride_be + n.to(tl.int64) * stride_bn
-    return load_ranks(rows[:, None] + r[None, :], mask_n, r, live, RANK)
+    return load_ranks(rows[:, None] + r[None, :], mask_n, r, live, RANK).to(tl.int16, bitcast=True)
 
 
 @triton.jit
@@ -69,13 +74,14 @@ def _add_adapters(
 ):  # fmt: skip
     """acc (BLOCK_N, BLOCK_M) with B2 @ s added in the columns of each adapter's rows; the others keep their bits.
 
-    ``b`` is the first adapter's B2. Also returns that of the next tile, asked for a tile ahead where there is one
-    (``ahead``).
+    ``b`` has the bits of the first adapter's B2. Also returns those of the next tile, asked for a tile ahead where
+    there is one (``ahead``).
     """
     slot_m, first_slot, live_0, s_0 = own
     s_ptr, b2_ptr, ranks_ptr, enabled_ptr, SLOTS, stride_bl, stride_be, stride_bn = adapters
     mine = (slot_m == first_slot) & (live_0 > 0)
-    acc = tl.where(mine[None, :], dot_fp32(b, s_0, acc, INTERPRETED), acc)
+    b = b.to(b2_ptr.dtype.element_ty, bitcast=True)
+    acc = tl.where(mine[None, :], dot_thirds(b, s_0, acc, INTERPRETED), acc)
     if MORE:
         r_0 = tl.arange(0, BLOCK_R)
         b_offsets = e * stride_be + n.to(tl.int64) * stride_bn
@@ -336,7 +342,7 @@ def _rows_of_y(
         r_0 = tl.arange(0, BLOCK_R)
         mine = (slot_m == first_slot) & (live_0 > 0)
         s_0 = tl.trans(load_s(adapters[0], pair, mine, r_0, live_0, P, RANK, TILES))
-        own = (slot_m, first_slot, live_0, s_0)
+        own = (slot_m, first_slot, live_0, thirds(s_0, h_ptr.dtype.element_ty == tl.bfloat16, INTERPRETED))
     h_rows = h_ptr + pair[:, None] * I + offs_k[None, :]
     y_rows = y_ptr + pair[:, None] * H + offs_n[None, :]
     if BASE == "mxfp8":

@@ -91,18 +91,39 @@ def dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def dot_fp32(a, b, acc, INTERPRETED: tl.constexpr):
-    """``acc + a @ b`` for 16-bit ``a`` and fp32 ``b``, keeping b's precision: bf16 thirds, or tf32 pieces for fp16."""
-    if INTERPRETED:
-        return acc + tl.dot(a.to(tl.float32), b)
-    elif a.dtype == tl.bfloat16:
+def thirds(b, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
+    """fp32 ``b`` as `dot_thirds` takes it: three bf16 terms whose sum it is, or itself."""
+    if INTERPRETED or not BF16:
+        return (b,)
+    else:
         high = b.to(tl.bfloat16)
         rest = b - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, acc)))
+        return (high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16))
+
+
+@triton.jit
+def dot_thirds(a, b, acc, INTERPRETED: tl.constexpr):
+    """`dot_fp32` for the `thirds` of b.
+
+    Triton orders the sums of a tf32 product by the width of the loads that it can trace ``a`` to; the move hides them,
+    or bits would depend on whether a loop carries ``a``.
+    """
+    if INTERPRETED:
+        return acc + tl.dot(a.to(tl.float32), b[0])
+    elif a.dtype == tl.bfloat16:
+        return tl.dot(a, b[0], tl.dot(a, b[1], tl.dot(a, b[2], acc)))
     else:
-        return acc + tl.dot(a.to(tl.float32), b, input_precision="tf32x3")
+        a = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [a.to(tl.float32)], dtype=tl.float32, is_pure=False, pack=1
+        )
+        return acc + tl.dot(a, b[0], input_precision="tf32x3")
+
+
+@triton.jit
+def dot_fp32(a, b, acc, INTERPRETED: tl.constexpr):
+    """``acc + a @ b`` for 16-bit ``a`` and fp32 ``b``, keeping b's precision: bf16 thirds, or tf32 pieces for fp16."""
+    return dot_thirds(a, thirds(b, a.dtype == tl.bfloat16, INTERPRETED), acc, INTERPRETED)
 
 
 @triton.jit

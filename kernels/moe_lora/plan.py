@@ -9,9 +9,9 @@
 
 Every program counts all experts for itself (P is small and hot in L2) and then writes the rows of its own ones. So
 the plan takes one launch without any exchange between programs, and is the same in every run. Beyond `COUNT_FIRST`
-pairs that would be most of its time, so a launch before it counts, an expert a program, and a program writes the rows
-of one step of the pairs. For few pairs there is no plan: each program of `gate_up` finds its block's rows among all
-pairs (`pipeline.gathered_rows`) and writes both tables for `down`, with a block for each pair.
+pairs that would be most of its time, so a launch before it counts, an expert a program. For few pairs there is no
+plan: each program of `gate_up` finds its block's rows among all pairs (`pipeline.gathered_rows`) and writes both tables
+for `down`, with a block for each pair.
 
 MXFP8 weights are multiplied with fp16 activations: where x is bf16, the same launch normalises its rows.
 """
@@ -33,7 +33,7 @@ COUNT_FIRST = 4096  # pairs beyond which a launch of its own counts them
 def _count_kernel(
     topk_ids_ptr,  # (P,)
     expert_map_ptr,  # (E_GLOBAL,)
-    totals_ptr,  # (STEPS + 1, E), STEPS = ceil(P / BLOCK_P)
+    totals_ptr,  # (E,)
     P,
     E_GLOBAL,
     E,
@@ -41,18 +41,17 @@ def _count_kernel(
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (E,): each program counts the pairs of one expert, those before every step of BLOCK_P pairs and all."""
+    """Grid (E,): each program counts the pairs of one expert."""
     wait_for_previous(PDL)
     let_next_start(PDL)
     e = tl.program_id(0)
     offs_p = tl.arange(0, BLOCK_P)
-    total = 0
+    mine = tl.zeros((BLOCK_P,), tl.int32)
     for first in range(0, P, BLOCK_P):
-        tl.store(totals_ptr + (first // BLOCK_P) * E + e, total)
         pair = first + offs_p
         expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
-        total += tl.sum((expert == e).to(tl.int32), 0)
-    tl.store(totals_ptr + tl.cdiv(P, BLOCK_P) * E + e, total)
+        mine += (expert == e).to(tl.int32)
+    tl.store(totals_ptr + e, tl.sum(mine, 0))
 
 
 @triton.jit(do_not_specialize=["P", "MAX_BLOCKS", "programs"])
@@ -82,12 +81,10 @@ def _plan_kernel(
     H: tl.constexpr = 0,
     BLOCK_H: tl.constexpr = 0,  # 0: a plan and nothing else
     COUNTED: tl.constexpr = False,  # the 2 * MAX_BLOCKS + 1 counts of the joined launch are set to zero
-    totals_ptr=None,  # (STEPS + 1, E), with TOTALS: the pairs of each expert before every step of BLOCK_P, and all
+    totals_ptr=None,  # (E,), with TOTALS: the pairs of each expert
     TOTALS: tl.constexpr = False,
 ):
     """Grid (ceil(E / EXPERTS_PER_PROGRAM),): each program writes the rows and blocks of its own experts.
-
-    With TOTALS there are as many for every step, which write the rows of its pairs, those of the first one the blocks.
 
     With BLOCK_H the grid is (programs + T,): a program behind the plan's own (none, where no plan is wanted) normalises
     a row of x.
@@ -104,14 +101,8 @@ def _plan_kernel(
     offs_p = tl.arange(0, BLOCK_P)
     offs_e = tl.arange(0, BLOCK_E)
 
-    first_pair, last_pair = 0, P
     if TOTALS:
-        of_a_step = tl.cdiv(E, EXPERTS_PER_PROGRAM)
-        first_pair = program // of_a_step * BLOCK_P
-        last_pair = tl.minimum(P, first_pair + BLOCK_P)
-        program = program % of_a_step
-        totals_now = totals_ptr + first_pair // BLOCK_P * E
-        counts = tl.load(totals_ptr + tl.cdiv(P, BLOCK_P) * E + offs_e, mask=offs_e < E, other=0)
+        counts = tl.load(totals_ptr + offs_e, mask=offs_e < E, other=0)
     else:
         counts = tl.zeros((BLOCK_E,), tl.int32)
         for first in range(0, P, BLOCK_P):
@@ -121,7 +112,7 @@ def _plan_kernel(
     blocks = (counts + (BLOCK_M - 1)) // BLOCK_M
     block = tl.cumsum(blocks, 0) - blocks
 
-    if (program == 0) & (first_pair == 0):
+    if program == 0:
         if COUNTED:
             for first in range(0, 2 * MAX_BLOCKS + 1, BLOCK_E):
                 tl.store(counts_ptr + first + offs_e, 0, mask=first + offs_e < 2 * MAX_BLOCKS + 1)
@@ -138,30 +129,26 @@ def _plan_kernel(
             block_e = tl.sum(tl.where(own, block, 0), 0)
             blocks_e = (count_e + BLOCK_M - 1) // BLOCK_M
             row = order_ptr + block_e.to(tl.int64) * BLOCK_M
-            rest = row + count_e
-            if TOTALS:
-                row += tl.load(totals_now + e)
-            for first in range(first_pair, last_pair, BLOCK_P):
+            for first in range(0, P, BLOCK_P):
                 pair = first + offs_p
                 expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < P, E_GLOBAL, E, HAS_MAP)
                 mine = expert == e
                 rank = tl.cumsum(mine.to(tl.int32), 0)
                 tl.store(row + rank - 1, pair, mask=mine)
                 row += tl.sum(mine.to(tl.int32), 0)
-            if first_pair == 0:
-                over = tl.arange(0, BLOCK_M)
-                tl.store(rest + over, -1, mask=count_e + over < blocks_e * BLOCK_M)
-                for first in range(0, blocks_e, BLOCK_E):
-                    at = first + offs_e
-                    tl.store(block_experts_ptr + block_e + at, e, mask=at < blocks_e)
-                    if WIDE > 1:
-                        width = tl.where(at % WIDE == 0, tl.minimum(blocks_e - at, WIDE), 0)
-                        tl.store(widths_ptr + block_e + at, width, mask=at < blocks_e)
+            over = tl.arange(0, BLOCK_M)
+            tl.store(row + over, -1, mask=count_e + over < blocks_e * BLOCK_M)
+            for first in range(0, blocks_e, BLOCK_E):
+                at = first + offs_e
+                tl.store(block_experts_ptr + block_e + at, e, mask=at < blocks_e)
+                if WIDE > 1:
+                    width = tl.where(at % WIDE == 0, tl.minimum(blocks_e - at, WIDE), 0)
+                    tl.store(widths_ptr + block_e + at, width, mask=at < blocks_e)
 
 
 def totals_needed(pairs: int, experts: int) -> int:
     """Elements of ``totals`` for `build_plan`."""
-    return (triton.cdiv(pairs, AT_ONCE) + 1) * experts if pairs > COUNT_FIRST else 0
+    return experts if pairs > COUNT_FIRST else 0
 
 
 def build_plan(
@@ -193,9 +180,7 @@ def build_plan(
     """
     pairs = topk_ids.numel()
     launch, extra = {"launch_pdl": True} if pdl else {}, {}
-    counted = planned and pairs > COUNT_FIRST
-    steps = triton.cdiv(pairs, AT_ONCE) if counted else 1
-    programs = triton.cdiv(experts, experts_per_program) * steps if planned else 0
+    programs = triton.cdiv(experts, experts_per_program) if planned else 0
     rows = 0
     if x is not None:
         rows, hidden = x.shape
@@ -208,7 +193,7 @@ def build_plan(
     common: dict[str, Any] = dict(
         BLOCK_P=min(AT_ONCE, max(16, triton.next_power_of_2(pairs))), HAS_MAP=expert_map is not None, PDL=pdl, **launch
     )
-    if counted:
+    if planned and pairs > COUNT_FIRST:
         _count_kernel[(experts,)](topk_ids, emap, totals, pairs, e_global, experts, num_warps=8, **common)
         extra |= {"totals_ptr": totals, "TOTALS": True}
     _plan_kernel[(programs + rows,)](
