@@ -99,6 +99,14 @@ def _refuse(lora_model: LoRAModel, names: Iterable[str]) -> None:
         raise ValueError(f"LoRA adapter {lora_model.id}: no layer takes its {shown}; they would be dropped in silence")
 
 
+def output_sizes(linear: Any) -> list[int]:
+    """Rows of each projection that one of vLLM's linear layers joins, as on one GPU."""
+    if isinstance(linear, QKVParallelLinear):  # whose own sizes count heads once for each rank that repeats them
+        heads, keys = linear.total_num_heads, linear.total_num_kv_heads
+        return [heads * linear.head_size, keys * linear.head_size, keys * linear.v_head_size]
+    return list(getattr(linear, "output_sizes", [linear.output_size]))
+
+
 def linear_sizes(manager: Any) -> dict[str, tuple[int, int]]:
     """``(in, out)`` of each linear module that an adapter may name, as wide as on one GPU."""
     sizes: dict[str, tuple[int, int]] = {}
@@ -106,12 +114,7 @@ def linear_sizes(manager: Any) -> dict[str, tuple[int, int]]:
         if not isinstance(module, BaseLinearLayerWithLoRA):
             continue
         base = module.base_layer
-        parts = manager.packed_modules.get(name, [name])
-        if isinstance(base, QKVParallelLinear):  # whose own sizes count heads once for each rank that repeats them
-            keys = base.total_num_kv_heads * base.head_size
-            outs = [base.total_num_heads * base.head_size, keys, keys]
-        else:
-            outs = list(getattr(base, "output_sizes", [base.output_size]))
+        parts, outs = manager.packed_modules.get(name, [name]), output_sizes(base)
         if len(outs) == len(parts):
             sizes |= {part: (base.input_size, out) for part, out in zip(parts, outs)}
     return sizes

@@ -146,7 +146,8 @@ class WeightSync:
         self._checked(self._staged(key, keep=True), routers)
 
     def _checked(self, staged: dict[str, torch.Tensor], routers: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Staged tensors by plain names; ValueError where this rank's weights or routers are not all among them."""
+        """Staged tensors by plain names; ValueError where this rank's weights or routers are not all among them, or of
+        another shape."""
         model = self.model_runner.get_model()
         tensors = {plain_name(n): t for n, t in staged.items()}
         routers = {plain_name(n): d for n, d in routers.items()}
@@ -154,6 +155,10 @@ class WeightSync:
         if absent:
             more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
             raise ValueError(f"weight sync: the engine kept old weights: {', '.join(absent[:4])}{more} did not come")
+        wrong = misshapen(model, tensors)
+        if wrong:
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            raise ValueError(f"weight sync: {', '.join(wrong[:4])}{more}")
         ours = {n for n in (*tensors, *router_parameters(model)) if is_router(n)}
         undeclared = sorted(n for n in ours if n not in routers)
         if undeclared:
@@ -164,8 +169,8 @@ class WeightSync:
     def beam_moe_update_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> list[str]:
         """Replace base weights by the staged ones (checkpoint names), keep loaded adapters, check routers.
 
-        A failure after loading has begun (a tensor of another shape, memory, a router that has other bits in the
-        engine) leaves weights of both versions in the model. This rank then refuses to run it, with that error, until
+        A failure after loading has begun (memory, a router that has other bits in the engine) leaves weights of both
+        versions in the model. This rank then refuses to run it, with that error, until
         a call of this method goes through; adapters that were loaded are there before and after it.
 
         Args:
@@ -176,8 +181,9 @@ class WeightSync:
             names of the routers whose bits were compared in this rank's parameters.
 
         Raises:
-            ValueError: a weight or a router of this rank that did not come; a router that was not declared, is not fp32
-                or has other bits: before anything is loaded. Or, naming `PARTLY`, whatever went wrong after that.
+            ValueError: a weight or a router of this rank that did not come, or in another shape; a router that was not
+                declared, is not fp32 or has other bits: before anything is loaded. Or, naming `PARTLY`, whatever went
+                wrong after that.
         """
         model = self.model_runner.get_model()
         tensors = self._checked(self._staged(key), routers)
@@ -275,6 +281,81 @@ def missing(model: Any, names: Iterable[str]) -> list[str]:
         numbers = range(runner.moe_config.num_logical_experts)
         absent |= {f"{layer}.{i}.{part}" for i in numbers for part in filter(None, parts)} - modules
     return sorted(absent)
+
+
+Shape = tuple[int, ...]
+
+
+def expert_shapes(runner: Any) -> dict[str, Shape]:
+    """A checkpoint's shapes of one MoE layer's experts, one by one and all in one tensor, by plain names."""
+    experts, moe, layer = runner.routed_experts, runner.moe_config, runner.layer_name
+    count, inner, hidden = moe.num_logical_experts, moe.intermediate_size, moe.hidden_dim_unpadded
+    up, down = (inner, hidden), (hidden, inner)
+    parts = {experts.ckpt_gate_proj_name: up, experts.ckpt_up_proj_name: up, experts.ckpt_down_proj_name: down}
+    shapes: dict[str, Shape] = {f"{layer}.down_proj": (count, *down)}
+    if experts.ckpt_up_proj_name:
+        shapes[f"{layer}.gate_up_proj"] = (count, 2 * inner, hidden)
+    return shapes | {f"{layer}.{i}.{p}.weight": s for i in range(count) for p, s in parts.items() if p}
+
+
+def whole_shapes(model: Any) -> dict[str, Shape]:
+    """The shapes of a checkpoint's tensors, not of a rank's part, by the names that `missing` compares.
+
+    Of what vLLM's layers know the size of: experts, linears, embeddings and vectors. Other parameters its loader may
+    bring from another shape, and refuses itself.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.fused_moe import MoERunner
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    from beam_moe.integrations.vllm.adapters import output_sizes
+
+    packed = getattr(model, "packed_modules_mapping", {})
+    shapes: dict[str, Shape] = {}
+    for full, module in model.named_modules(remove_duplicate=False):
+        name = plain_name(full)
+        parent, dot, last = name.rpartition(".")
+        weight = getattr(module, "weight", None)
+        if isinstance(module, MoERunner):
+            shapes |= expert_shapes(module)
+        elif isinstance(module, VocabParallelEmbedding):
+            shapes[f"{name}.weight"] = (module.org_vocab_size, module.embedding_dim)
+        elif isinstance(module, LinearBase) and isinstance(weight, torch.Tensor) and weight.dim() == 2:
+            parts, rows = packed.get(last, [last]), output_sizes(module)
+            sizes = {f"{parent}{dot}{p}": n for p, n in zip(parts, rows)} if len(parts) == len(rows) else {}
+            for linear, size in {name: sum(rows), **sizes}.items():
+                shapes |= {f"{linear}.weight": (size, module.input_size), f"{linear}.bias": (size,)}
+        method = getattr(module, "quant_method", None)
+        if method is not None and not isinstance(method, UnquantizedLinearMethod):
+            continue
+        for own, vector in module.named_parameters(prefix=name, recurse=False):
+            loader = getattr(vector, "weight_loader", None)
+            sharded = getattr(loader, "__qualname__", "").startswith("sharded_weight_loader.")
+            if vector.dim() == 1 and (loader is None or sharded):
+                whole = vector.numel() * (get_tensor_model_parallel_world_size() if sharded else 1)
+                shapes.setdefault(own, (whole,))
+    return shapes
+
+
+def misshapen(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What is wrong with those of ``tensors``, by plain checkpoint names, that differ from `whole_shapes`.
+
+    vLLM copies too few rows or columns of an expert into a corner of its parameter, repeats a single one, and of other
+    weights leaves out what is too much.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    rename = None if mapper is None else mapper.get_rename_mapper().map_name
+    shapes, wrong = whole_shapes(model), []
+    for name, tensor in tensors.items():
+        got, want = tuple(tensor.shape), shapes.get(name if rename is None else rename(name))
+        if want is None or not tensor.is_floating_point():  # packed bits have shapes of their own
+            continue
+        if got == want or (len(want) == 3 and got == (want[0], want[2], want[1])):  # some loaders turn all experts
+            continue
+        if tensor.numel() != 1 or want != (1,):  # vLLM takes a scalar for a vector of one
+            wrong.append(f"{name} must have shape {want}, got {got}")
+    return wrong
 
 
 @contextmanager
@@ -530,10 +611,10 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
             proves only that nothing was lost from here on.
 
     Raises:
-        ValueError: a weight or a router that did not come; a router that was not declared, not fp32, came with other
-            bits, or that no rank has; a prefix cache that stays. What one rank refuses at once reaches none. An error
-            that names `PARTLY` came later: it refuses requests, and ends the engine where some run or wait already,
-            until another `sync_weights` goes through. Loaded adapters stay.
+        ValueError: a weight or a router that did not come, or in another shape; a router that was not declared, not
+            fp32, came with other bits, or that no rank has; a prefix cache that stays. What one rank refuses at once
+            reaches none. An error that names `PARTLY` came later: it refuses requests, and ends the engine where some
+            run or wait already, until another `sync_weights` goes through. Loaded adapters stay.
     """
     calls, stated = _weight_calls(tensors, routers)
     results: list[list[str]] = []

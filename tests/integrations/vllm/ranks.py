@@ -174,6 +174,36 @@ def write_adapter(folder: Path, layout: str, alpha: int = 2 * R, rank: int = R, 
     return str(folder)
 
 
+def checkpoint(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every weight of the tiny Beam by checkpoint name; routers in float32."""
+    q, kv = HEADS * HEAD, KV * HEAD
+    g = torch.Generator().manual_seed(seed)
+
+    def new(*shape, dtype=torch.float16):
+        return (torch.randn(shape, generator=g) * 0.1).to(dtype)
+
+    out = {"model.embed_tokens.weight": new(256, H), "lm_head.weight": new(256, H), "model.norm.weight": new(H)}
+    for layer in range(LAYERS):
+        p = f"model.layers.{layer}."
+        for name in ("input", "pre_feedforward", "post_attention", "post_feedforward"):
+            out[f"{p}{name}_layernorm.weight"] = new(H)
+        for name, rows, cols in (("q", q, H), ("k", kv, H), ("v", kv, H), ("gate", q, H), ("o", H, q)):
+            out[f"{p}self_attn.{name}_proj.weight"] = new(rows, cols)
+        out[f"{p}self_attn.q_norm.weight"], out[f"{p}self_attn.k_norm.weight"] = new(HEAD), new(HEAD)
+        out[f"{p}self_attn.gate_bias"] = new(HEADS)
+        if layer < DENSE:
+            out[f"{p}mlp.gate_proj.weight"], out[f"{p}mlp.up_proj.weight"] = new(D, H), new(D, H)
+            out[f"{p}mlp.down_proj.weight"] = new(H, D)
+            continue
+        out[f"{p}mlp.gate.weight"] = new(E, H, dtype=torch.float32)
+        out[f"{p}mlp.gate.e_score_correction_bias"] = new(E, dtype=torch.float32)
+        for x in range(E):
+            out[f"{p}mlp.experts.{x}.gate_proj.weight"] = new(I, H)
+            out[f"{p}mlp.experts.{x}.up_proj.weight"] = new(I, H)
+            out[f"{p}mlp.experts.{x}.down_proj.weight"] = new(H, I)
+    return out
+
+
 def init_ranks(tp: int, pp: int, rank: int, rendezvous: Path) -> None:
     """vLLM's process groups over gloo; once per process."""
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -532,6 +562,16 @@ def task_memory(folder: Path, tp: int, pp: int, rank: int, **options) -> dict:
         return {"layers": own_layers(model), "parts": memory_parts(model)}
 
 
+def task_shapes(folder: Path, tp: int, pp: int, **options) -> dict:
+    """Which weights of a whole checkpoint this rank finds misshapen, and which where each has half its rows."""
+    from beam_moe.integrations.vllm.weight_sync import misshapen
+
+    with built(engine_config(write_config(folder / "model"), tp, pp, **options)) as (model, _):
+        state = checkpoint()
+        half = misshapen(model, {n: t[: len(t) // 2] for n, t in state.items()})
+        return {"layers": own_layers(model), "whole": misshapen(model, state), "half": [t.split()[0] for t in half]}
+
+
 KEY = "beam_moe_routed_experts"
 # What ranks of two layouts are asked, in processes of their own for as many tests as look at the answers.
 TP2 = [
@@ -542,6 +582,8 @@ TP2 = [
     {"task": "part", "keep": r"experts\.[0-3]\.", "enable_expert_parallel": True},
     {"task": "part", "keep": "", "extra": f"{ROOT}2.mlp.experts.9.gate_proj", "enable_expert_parallel": True},
     {"task": "memory", "rank": 8},
+    {"task": "shapes"},
+    {"task": "shapes", "enable_expert_parallel": True},
 ]
 PP2 = [
     {"task": "load", "layout": "per_expert"},
@@ -551,8 +593,9 @@ PP2 = [
     {"task": "replay", "sparse_from": 2},
     {"task": "part", "keep": r"layers\.[23]\."},
     {"task": "memory", "rank": 8},
+    {"task": "shapes"},
 ]
-TASKS = {"load": task_load, "part": task_part, "replay": task_replay, "memory": task_memory}
+TASKS = {"load": task_load, "part": task_part, "replay": task_replay, "memory": task_memory, "shapes": task_shapes}
 
 
 def main() -> None:

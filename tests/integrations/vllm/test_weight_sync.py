@@ -1,6 +1,7 @@
 """Weights from memory into a running engine: adapters in place, routers checked, KV of old weights never reused."""
 
 import asyncio
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -411,34 +412,7 @@ def test_large_adapters_come_in_pieces(harness):
 
 
 def checkpoint(harness, seed=0) -> dict[str, torch.Tensor]:
-    """Every weight of the tiny Beam by checkpoint name; routers in float32."""
-    h, i, d, e = harness.H, harness.I, harness.D, harness.E
-    q, kv = harness.HEADS * harness.HEAD, harness.KV * harness.HEAD
-    g = torch.Generator().manual_seed(seed)
-
-    def new(*shape, dtype=torch.float16):
-        return (torch.randn(shape, generator=g) * 0.1).to(dtype)
-
-    out = {"model.embed_tokens.weight": new(256, h), "lm_head.weight": new(256, h), "model.norm.weight": new(h)}
-    for layer in range(harness.LAYERS):
-        p = f"model.layers.{layer}."
-        for name in ("input", "pre_feedforward", "post_attention", "post_feedforward"):
-            out[f"{p}{name}_layernorm.weight"] = new(h)
-        for name, rows, cols in (("q", q, h), ("k", kv, h), ("v", kv, h), ("gate", q, h), ("o", h, q)):
-            out[f"{p}self_attn.{name}_proj.weight"] = new(rows, cols)
-        out[f"{p}self_attn.q_norm.weight"], out[f"{p}self_attn.k_norm.weight"] = new(harness.HEAD), new(harness.HEAD)
-        out[f"{p}self_attn.gate_bias"] = new(harness.HEADS)
-        if layer < harness.DENSE:
-            out[f"{p}mlp.gate_proj.weight"], out[f"{p}mlp.up_proj.weight"] = new(d, h), new(d, h)
-            out[f"{p}mlp.down_proj.weight"] = new(h, d)
-            continue
-        out[f"{p}mlp.gate.weight"] = new(e, h, dtype=torch.float32)
-        out[f"{p}mlp.gate.e_score_correction_bias"] = new(e, dtype=torch.float32)
-        for x in range(e):
-            out[f"{p}mlp.experts.{x}.gate_proj.weight"] = new(i, h)
-            out[f"{p}mlp.experts.{x}.up_proj.weight"] = new(i, h)
-            out[f"{p}mlp.experts.{x}.down_proj.weight"] = new(h, i)
-    return out
+    return harness.checkpoint(seed)
 
 
 def test_full_reload_keeps_fp32_routers_and_adapters(harness, engine):
@@ -532,6 +506,90 @@ def test_a_part_of_a_weight_that_did_not_come_is_named(harness, engine, lost):
     assert all(torch.equal(before[n], p) for n, p in engine.model.named_parameters()), "nothing may be loaded"
 
 
+@pytest.mark.parametrize(
+    "name, cut, want, got",
+    [
+        ("model.layers.2.mlp.experts.3.gate_proj", lambda t: t[:16], (32, 64), (16, 64)),
+        ("model.layers.2.mlp.experts.0.up_proj", lambda t: t[:, :1], (32, 64), (32, 1)),
+        ("model.layers.3.mlp.experts.7.down_proj", lambda t: t[:, :31], (64, 32), (64, 31)),
+        ("model.layers.3.mlp.experts.7.down_proj", lambda t: t.T, (64, 32), (32, 64)),
+        ("model.layers.3.mlp.experts.7.down_proj", lambda t: t[None], (64, 32), (1, 64, 32)),
+        ("model.layers.2.mlp.gate", lambda t: t[:7], (8, 64), (7, 64)),
+        ("model.layers.0.self_attn.k_proj", lambda t: torch.cat([t, t]), (32, 64), (64, 64)),
+        ("model.layers.0.self_attn.gate_proj", lambda t: t[:32], (64, 64), (32, 64)),
+        ("model.layers.1.self_attn.o_proj", lambda t: torch.cat([t, t], 1), (64, 64), (64, 128)),
+        ("model.layers.1.mlp.up_proj", lambda t: t[:1], (96, 64), (1, 64)),
+        ("model.layers.1.mlp.down_proj", lambda t: t.T, (64, 96), (96, 64)),
+        ("model.embed_tokens", lambda t: t[:, :1], (256, 64), (256, 1)),
+        ("lm_head", lambda t: t[:255], (256, 64), (255, 64)),
+        ("model.norm", lambda t: t[:1], (64,), (1,)),
+        ("model.layers.0.self_attn.q_norm", lambda t: t[None], (16,), (1, 16)),
+        ("model.layers.0.self_attn.gate_bias", lambda t: torch.cat([t, t]), (4,), (8,)),
+    ],
+)
+def test_a_weight_of_another_shape_is_named(harness, engine, name, cut, want, got):
+    """vLLM fills a corner of an expert, repeats a single row, drops what is too much, or fails once it has begun."""
+    from beam_moe.integrations.vllm.weight_sync import PARTLY, sync_weights
+
+    state = checkpoint(harness)
+    name = name if name in state else f"{name}.weight"
+    before = {n: p.clone() for n, p in engine.model.named_parameters()}
+    message = rf"weight sync: {re.escape(f'{name} must have shape {want}, got {got}')}$"
+    with pytest.raises(ValueError, match=message) as refused:
+        sync_weights(engine.llm, {**state, name: cut(state[name]).contiguous()})
+    assert PARTLY not in str(refused.value)
+    assert all(torch.equal(before[n], p) for n, p in engine.model.named_parameters()), "nothing may be loaded"
+
+
+def test_shapes_of_a_checkpoint_on_every_rank(harness, tp2, pp2):
+    """A whole one fits; of a rank's share each rank refuses every weight that it has."""
+    for rank, task in ((tp2, 10), (tp2, 11), (pp2, 7)):
+        refused = set()
+        for result in (r[task] for r in rank):
+            assert result["whole"] == []
+            numbers = {re.search(r"layers\.(\d+)|$", n)[1] for n in result["half"]} - {None}
+            assert numbers == {str(n) for n in result["layers"]}
+            refused.update(result["half"])
+        assert refused == set(checkpoint(harness))
+
+
+def qwen3(state):
+    """The tiny Beam's `checkpoint` as one of Qwen3-MoE's single layer."""
+    layer = {n.replace("layers.2.", "layers.0."): t for n, t in state.items() if "layers.2." in n}
+    layer = {n: t for n, t in layer.items() if not re.search(r"self_attn\.gate|feedforward|e_score", n)}
+    return layer | {n: t for n, t in state.items() if "layers." not in n}
+
+
+@pytest.mark.parametrize("base, options", [("BEAM", {"quantization": "mxfp8"}), ("QWEN", {})], ids=["MXFP8", "Qwen3"])
+def test_shapes_of_a_checkpoint_in_other_engines(harness, tmp_path, monkeypatch, base, options):
+    """What the engine quantises as it loads has the checkpoint's size; Qwen3 joins heads in another layer."""
+    from beam_moe.integrations.vllm.weight_sync import misshapen
+
+    monkeypatch.setenv(
+        "VLLM_DISABLED_KERNELS", "HummingMxfp8LinearKernel,MarlinMxfp8LinearKernel,TorchMxFp8LinearKernel"
+    )
+    state = checkpoint(harness) if base == "BEAM" else qwen3(checkpoint(harness))
+    config = harness.engine_config(harness.write_config(tmp_path / "m", getattr(harness, base)), **options)
+    with harness.built(config) as (model, _):
+        assert misshapen(model, state) == []
+        wrong = misshapen(model, {n: t[:-1] for n, t in state.items()})
+        assert {text.split()[0] for text in wrong} == set(state)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_shapes_of_all_experts_in_one_tensor(harness, engine, turned):
+    from beam_moe.integrations.vllm.weight_sync import misshapen
+
+    e, i, h = harness.E, harness.I, harness.H
+    tensors = {"gate_up_proj": torch.empty(e, 2 * i, h), "down_proj": torch.empty(e, h, i)}
+    named = {f"{EXPERTS}.{n}": t.mT if turned else t for n, t in tensors.items()}
+    assert misshapen(engine.model, named) == []
+    named[f"{EXPERTS}.gate_up_proj"] = torch.empty(e, i, h)
+    assert misshapen(engine.model, named) == [f"{EXPERTS}.gate_up_proj must have shape (8, 64, 64), got (8, 32, 64)"]
+    packed = {f"{EXPERTS}.0.gate_proj.weight": torch.empty(i, h // 2, dtype=torch.uint8)}
+    assert misshapen(engine.model, packed) == [], "two values a byte"
+
+
 def test_a_router_that_nobody_declared(harness, engine):
     """Neither sent nor declared: it would keep its old value unseen where vLLM does not tell (a quantised base)."""
     from beam_moe.integrations.vllm.weight_sync import sync_weights
@@ -607,17 +665,18 @@ def breaks(engine, state, how, monkeypatch):
     worker = engine.llm.workers[0]
     reload = worker.reload_weights
     name = "model.layers.3.post_attention_layernorm.weight"
-    if how == "in the middle":
-        return {**state, name: state[name][:7]}, r"weight sync: .*7"
 
     def reload_and_fail(weights_iterator):
+        if how == "in the middle":
+            reload((n, t[:7] if n == name else t) for n, t in weights_iterator)
         reload(weights_iterator)
         if how == "after vLLM forgot its adapters":
             raise RuntimeError("no memory")
         engine.model.model.layers[2].mlp.gate.base_layer.weight.data.add_(1)
 
     monkeypatch.setattr(worker, "reload_weights", reload_and_fail, raising=False)
-    return state, "no memory" if how.startswith("after") else r"mlp\.gate\.weight in the engine has checksum"
+    words = {"in the middle": r"weight sync: .*7", "after vLLM forgot its adapters": "no memory"}
+    return state, words.get(how, r"mlp\.gate\.weight in the engine has checksum")
 
 
 @pytest.mark.parametrize("how", ["in the middle", "after vLLM forgot its adapters", "with other router bits"])
