@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import vllm.envs as envs
+from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.mxfp8_emulation_moe import Mxfp8TritonExpertsBase
@@ -465,9 +466,9 @@ class ExpertsWarmup(VllmJitKernel[Any]):
 
     CompileKey = tuple
 
-    def __init__(self, model: torch.nn.Module, runners: list[Any], max_tokens: int) -> None:
+    def __init__(self, runners: list[Any], max_tokens: int) -> None:
         super().__init__()
-        self.model, self.runners, self.max_tokens = model, runners, max_tokens
+        self.runners, self.max_tokens = runners, max_tokens
 
     def get_warmup_keys(self, *args: Any, **kwargs: Any) -> list[tuple[int, bool]]:
         """The sizes of every distinct layer's experts, each with adapters and without where the engine has LoRA."""
@@ -505,8 +506,9 @@ class ExpertsWarmup(VllmJitKernel[Any]):
         """One runner for each compiled form: shapes, and how Triton sees the offset from gate's to up's factors."""
         forms: dict[Any, Any] = {}
         for runner in self.runners:
-            layer, experts = runner.routed_experts, experts_of(runner)
+            layer, config, experts = runner.routed_experts, runner.moe_config, experts_of(runner)
             form: list[Any] = [layer.w13_weight.shape, layer.w2_weight.shape, layer.w13_weight.dtype]
+            form += [config.in_dtype, config.experts_per_token]
             if experts is not None and experts.bank is not None:
                 for gate, up in (experts.bank.gate_up_a, experts.bank.gate_up_b):
                     offset = (up.data_ptr() - gate.data_ptr()) // gate.element_size()
@@ -532,22 +534,61 @@ class ExpertsWarmup(VllmJitKernel[Any]):
             k, e = config.experts_per_token, config.num_experts
             ids = (torch.arange(tokens * k, device=device, dtype=torch.int32) % e).view(tokens, k)
             weights = torch.full((tokens, k), 1.0 / k, device=device)
-            context = None if experts is None else experts._lora_context
+            context: Any = None if experts is None else experts._lora_context
+            meta = None if context is None else getattr(context.punica_wrapper, "token_mapping_meta", None)
             slots: torch.Tensor | None = None
-            if context is not None:
-                meta = context.punica_wrapper.token_mapping_meta
-                mapping = torch.full((tokens,), -1, dtype=torch.long, device=device)
-                if with_lora:
-                    mapping = torch.arange(tokens, device=device) % context.max_loras
-                meta.prepare_tensors(mapping[: self.max_tokens])  # the map has rows for one replica
-                slots = mapping.to(meta.token_lora_mapping.dtype)
-            with already_gathered(impl, context, slots) if gathers else nullcontext():
-                layer.quant_method.apply(
-                    layer=layer, x=x, topk_weights=weights, topk_ids=ids, shared_experts=None, shared_experts_input=None
-                )
-        manager = getattr(self.model, "lora_manager", None)
-        if manager is not None:
-            manager._last_mapping = None  # the next batch must not take the map above for its own
+            with as_it_was(meta):
+                if meta is not None:
+                    mapping = torch.full((tokens,), -1, dtype=torch.long, device=device)
+                    if with_lora:
+                        mapping = torch.arange(tokens, device=device) % context.max_loras
+                    meta.prepare_tensors(mapping[: self.max_tokens])  # the map has rows for one replica
+                    slots = mapping.to(meta.token_lora_mapping.dtype)
+                with already_gathered(impl, context, slots) if gathers else nullcontext():
+                    layer.quant_method.apply(
+                        layer=layer,
+                        x=x,
+                        topk_weights=weights,
+                        topk_ids=ids,
+                        shared_experts=None,
+                        shared_experts_input=None,
+                    )
+
+
+class ModelWarmup(ExpertsWarmup):
+    """The same for a model whose class is vLLM's, where a layer of its own can only say that there is one of ours.
+
+    All instances are equal, so that vLLM's registry keeps one for the engine, which finds the layers when it is asked.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([], 0)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is ModelWarmup
+
+    def __hash__(self) -> int:
+        return hash(ModelWarmup)
+
+    def get_warmup_keys(self, vllm_config: Any) -> list[tuple[int, bool]]:
+        """As above, of every layer of the engine that our experts serve."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        served = ((m, experts_of(m)) for m in layers if isinstance(m, MoERunner))
+        self.runners = [m for m, experts in served if experts is not None and experts.reason is None]
+        self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        return super().get_warmup_keys()
+
+
+@contextmanager
+def as_it_was(meta: Any) -> Iterator[None]:
+    """Leave vLLM's map from tokens to slots as it is: it makes no other for a batch that is like the one before."""
+    tensors = [] if meta is None else [t for t in vars(meta).values() if isinstance(t, torch.Tensor)]
+    before = [t.clone() for t in tensors]
+    try:
+        yield
+    finally:
+        for tensor, values in zip(tensors, before):
+            tensor.copy_(values)
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def install(model: torch.nn.Module, runners: list[Any], vllm_config: VllmConfig)
                 metrics.fell_back(f"the router of {runner.layer_name}", reason)
     if runners:
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        ours.ExpertsWarmup(model, runners, tokens).register_warmup()
+        ours.ExpertsWarmup(runners, tokens).register_warmup()
         routing = next(filter(None, map(router.routing_of, runners)), None)
         if routing is not None:
             router.RouterWarmup(routing, tokens, vllm_config.model_config.dtype).register_warmup()

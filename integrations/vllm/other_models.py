@@ -39,6 +39,7 @@ class BeamMoEMethod(UnquantizedFusedMoEMethod):
         if moe.is_lora_enabled:
             experts.follow_ranks()
         self.experts_cls = experts.BeamTritonExperts
+        experts.ModelWarmup().register_warmup()
         metrics.log_once(f"beam-moe: {wanted[0]}'s experts run on beam_moe.kernels.moe_lora")
 
 

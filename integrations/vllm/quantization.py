@@ -129,5 +129,6 @@ class BeamMxfp8Config(OnlineQuantizationConfig):
             if layer.moe_config.is_lora_enabled:
                 experts.follow_ranks()
             experts.give_mxfp8(method)
+            experts.ModelWarmup().register_warmup()
             metrics.log_once(f"beam-moe: {architectures[0]}'s experts run on beam_moe.kernels.moe_lora")
         return method

@@ -336,6 +336,22 @@ SEAMS: tuple[Seam, ...] = (
         "never",
     ),
     Seam(
+        "model_executor/warmup/jit_warmup.py",
+        "JitWarmupRegistry.warmup",
+        ("self",),
+        "read",
+        "hands its vllm_config to a kernel that asks for it, and keeps one of those that are equal: for other models",
+        "never",
+    ),
+    Seam(
+        MOE + "runner/moe_runner.py",
+        "register_layer_for_moe_forward_op",
+        ("vllm_config", "layer"),
+        "read",
+        "keeps every MoE layer by name in vllm_config, where the warm-up of other models finds them",
+        "never",
+    ),
+    Seam(
         MOE + "prepare_finalize/no_dp_ep.py",
         "make_moe_prepare_and_finalize_no_dp_ep",
         ("use_monolithic",),

@@ -355,6 +355,52 @@ def test_other_models_are_served_when_asked(harness, tmp_path, monkeypatch):
         op_registry_oot.pop(other_models.NAME, None)
 
 
+@pytest.mark.parametrize("asked", ["dense", "beam_mxfp8", "not ours"])
+def test_warm_up_of_other_models(harness, tmp_path, monkeypatch, experts_module, asked):
+    """By vLLM's own registry, once for all layers: what the same warm-up compiles for Beam, adapters or none."""
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.warmup import jit_warmup
+
+    from beam_moe.integrations.vllm import other_models
+
+    monkeypatch.setenv("BEAM_MOE_VLLM", "beam" if asked == "not ours" else "Qwen3MoeForCausalLM")
+    monkeypatch.setenv("BEAM_MOE_VLLM_TOKENS", "40")
+    monkeypatch.setenv(
+        "VLLM_DISABLED_KERNELS", "HummingMxfp8LinearKernel,MarlinMxfp8LinearKernel,TorchMxFp8LinearKernel"
+    )
+    monkeypatch.setitem(op_registry_oot, other_models.NAME, other_models.BeamMoEMethod)
+    path = harness.write_config(tmp_path / "q", harness.QWEN, num_hidden_layers=2)
+    options = {"quantization": asked} if asked == "beam_mxfp8" else {}
+    config = harness.engine_config(path, max_num_batched_tokens=64, **options)
+    registry, ours, vllms = jit_warmup.JitWarmupRegistry(config), [], []
+    monkeypatch.setattr(
+        experts_module, "fused_moe", lambda x, *a, lora, **k: ours.append((len(x), lora is not None, k["lora_ids"]))
+    )
+    monkeypatch.setattr(experts_module.TritonExperts, "apply", lambda self, **k: vllms.append(len(k["hidden_states"])))
+    with registry.activate(), harness.built(config) as (model, manager):
+        runner, other = runners(model)
+        kernels = [k for k in registry._registrations if isinstance(k, experts_module.ExpertsWarmup)]
+        if asked == "not ours":
+            assert kernels == []
+            return
+        assert len(kernels) == len(registry) == 1
+        registry.warmup()
+        assert kernels[0].runners == [runner, other]
+        experts = experts_module.experts_of(runner)
+        keys = experts_module.ExpertsWarmup([runner], 64).get_warmup_keys()
+        limit = min(experts.limit(), 64)
+        assert limit == (64 if asked == "beam_mxfp8" else 40) and {n <= limit for n, _ in keys} == {True, limit == 64}
+        assert [(n, lora) for n, lora, _ in ours] == [key for key in keys if key[0] <= limit]
+        assert vllms == [n for n, _ in keys if n > limit]
+        assert {int(ids.max()) for n, lora, ids in ours if lora and n > 1} == {-1}, "the map is back as it was"
+
+        def of(n):
+            w1, w2 = runner.routed_experts.w13_weight, runner.routed_experts.w2_weight
+            return experts.config(n, harness.TOP_K, w1, w2), (n * harness.TOP_K - 1).bit_length()
+
+        assert {of(n) for n, _, _ in ours} == {of(n) for n in range(1, limit + 1)}
+
+
 def runners(model):
     from vllm.model_executor.layers.fused_moe import MoERunner
 
