@@ -185,11 +185,11 @@ def doctor(
         except OSError as error:
             raise typer.BadParameter(f"doctor: no answer from {url!r}: {error}") from error
         for rank, worker in enumerate(workers):
-            rows = [
-                [r["layer"], r["experts"], r["ours_up_to_tokens"], r["lora"], r.get("router_up_to_tokens"), r["reason"]]
-                for r in worker["layers"]
-            ]
-            _table(f"Worker {rank}", ["layer", "experts", "ours up to", "LoRA", "router up to", "why not"], rows)
+            keys = ["layer", "experts", "ours_up_to_tokens", "with_adapters_up_to_tokens", "lora"]
+            keys.append("router_up_to_tokens")
+            rows = [[*(layer.get(key) for key in keys), layer["reason"]] for layer in worker["layers"]]
+            columns = ["layer", "experts", "ours up to", "with adapters", "LoRA", "router up to", "why not"]
+            _table(f"Worker {rank}", columns, rows)
             _table(
                 "calls", ["path", "detail", "calls"], [[c["path"], c["detail"], c["calls"]] for c in worker["calls"]]
             )

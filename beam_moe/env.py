@@ -21,7 +21,10 @@ VARIABLES: dict[str, Variable] = {
     "STRICT": Variable("0", "1: an integration that would fall back to the engine's own path raises instead"),
     "VLLM": Variable("beam", "which vLLM models get our experts: beam, 0 (none), all, or architectures by comma"),
     "VLLM_TOKENS": Variable(
-        "512", "most tokens of a batch whose bf16 experts are ours in vLLM; larger ones are vLLM's"
+        "512", "most tokens of a batch without adapters whose bf16 experts are ours in vLLM; larger ones are vLLM's"
+    ),
+    "VLLM_LORA_TOKENS": Variable(
+        "16384", "most tokens of a batch with adapters whose bf16 experts are ours in vLLM; larger ones are vLLM's"
     ),
     "VLLM_ROUTER": Variable(
         "512",

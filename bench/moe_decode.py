@@ -32,7 +32,7 @@ from beam_moe.kernels.mxfp8 import MXFP8Tensor, prepare
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FEW_TOKENS = (1, 4, 16, 64, 256)
-PREFILL = 4096
+PREFILL = (1024, 4096)
 LIMIT, PEER_LIMIT = 5e-3, 2e-2  # error ratios in bf16; vLLM rounds gate, up, their product, each expert's row and delta
 GATE_ROWS = 6
 
@@ -109,13 +109,14 @@ def grid() -> Iterator[Case]:
             for layout in HEADLINE:
                 yield Case(model, tp, "bf16", layout, "uniform", tokens)
     for model, tp in (("beam-1.0", 8), ("qwen3-30b-a3b", 1)):
-        for layout in HEADLINE:
-            yield Case(model, tp, "bf16", layout, "uniform", PREFILL)
+        for tokens in PREFILL:
+            for layout in HEADLINE:
+                yield Case(model, tp, "bf16", layout, "uniform", tokens)
 
 
 def mxfp8_grid() -> Iterator[Case]:
     """The headline layouts on an MXFP8 base."""
-    for tokens in TOKENS:
+    for tokens in (*TOKENS, *PREFILL):
         for layout in HEADLINE:
             yield Case("beam-1.0", 8, "mxfp8", layout, "uniform", tokens)
 
@@ -531,8 +532,8 @@ def compile_case(case: Case, peer: bool, configs: Sequence[MoEConfig | None] = (
     if case.group not in _compiled:
         _compiled.clear()
         torch.cuda.empty_cache()
-        layers = Layers(case, harness.device(), torch.bfloat16, max(PREFILL, case.tokens), timed=False)
-        _compiled[case.group] = layers, vllm_layers(layers, PREFILL) if peer and not vllm_missing() else []
+        layers = Layers(case, harness.device(), torch.bfloat16, max(*PREFILL, case.tokens), timed=False)
+        _compiled[case.group] = layers, vllm_layers(layers, max(PREFILL)) if peer and not vllm_missing() else []
     layers, peers = _compiled[case.group]
     failed = ""
     bound = bind(case, layers, peers, reference=False)

@@ -77,7 +77,7 @@ def short(kernel: str) -> str:
 
 def plot_launches(rows: list[dict], folder: Path) -> None:
     """Stacked bars; kernel times of launches that overlap add up to more than the layer's time, drawn as a mark."""
-    mine = (r for r in rows if r["layout"] == "per_expert_r32" and "/bf16/" in r["case"])
+    mine = (r for r in rows if r["layout"] == "per_expert_r32" and "/bf16/" in r["case"] and r["tokens"] <= 256)
     chosen = sorted(mine, key=lambda r: r["tokens"])
     if not chosen:
         return

@@ -125,14 +125,18 @@ def routings() -> str:
 
 
 def prefill() -> str:
-    rows = rows_of("moe_decode", tokens=4096, routing="uniform")
+    """Beyond decode: us of ours and of vLLM's by tokens."""
+    rows = [row for row in rows_of("moe_decode", routing="uniform") if row["tokens"] > 256]
     if not rows:
         return NONE
-    columns = ["model", "adapters", "us", "vLLM, us"]
-    lines = [
-        [f"{row['model']} TP {row['tp']}", row["layout"].replace("_", " "), us(row["us"]), us(row["peer_us"])]
-        for row in rows
-    ]
+    found = {(row["model"], row["tp"], row["base"], row["layout"], row["tokens"]): row for row in rows}
+    sizes = sorted({row["tokens"] for row in rows})
+    columns = ["model", "experts", "adapters", *(name for n in sizes for name in (f"{n} tokens, us", "vLLM, us"))]
+    lines = []
+    for model, tp, base, layout in dict.fromkeys(key[:4] for key in found):
+        here = [found.get((model, tp, base, layout, n), {}) for n in sizes]
+        cells = (us(row.get(key)) for row in here for key in ("us", "peer_us"))
+        lines.append([f"{model} TP {tp}", base, layout.replace("_", " "), *cells])
     return table(columns, lines, rows)
 
 

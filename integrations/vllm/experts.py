@@ -91,7 +91,9 @@ class _FusedExperts:
     promised: ClassVar[str] = ""
     """Name of a layer that must be ours: what would fall back is a ValueError that names it."""
     max_tokens: int = 0
-    """Most tokens per call that our kernel serves; larger calls go to vLLM's experts."""
+    """Most tokens per call without adapters that our kernel serves; larger calls go to vLLM's experts."""
+    max_lora_tokens: int = 0
+    """The same with adapters."""
 
     @classmethod
     def configured(cls, **options: Any) -> type:
@@ -111,10 +113,11 @@ class _FusedExperts:
         """Why the layer's weights are not ours to serve, None when they are."""
         return None
 
-    def limit(self) -> int:
-        """Most tokens per call that our kernel serves."""
-        # one kernel for every size is part of batch invariance
-        return LARGEST_CALL if envs.VLLM_BATCH_INVARIANT else self.max_tokens
+    def limit(self, lora: bool) -> int:
+        """Most tokens per call that our kernel serves, with adapters or without."""
+        if envs.VLLM_BATCH_INVARIANT:  # one kernel for every size is part of it
+            return LARGEST_CALL
+        return min(LARGEST_CALL, self.max_lora_tokens if lora else self.max_tokens)
 
     def activation(self, activation: MoEActivation, output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> None:
         """vLLM's own path: SwiGLU rounded once where the model's reference does, else vLLM's."""
@@ -185,7 +188,7 @@ class _FusedExperts:
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *args: Any) -> tuple[tuple[int, ...], ...]:
         """Ours needs only the output; `fused_moe` takes its own scratch memory."""
-        if self.reason is None and self.limit() >= M:
+        if self.reason is None and self.limit(self._lora(M)[0] is not None) >= M:
             return (0,), (0,), (M, K)
         return super().workspace_shapes(M, N, K, topk, *args)  # type: ignore[misc]
 
@@ -222,12 +225,13 @@ class _FusedExperts:
         """Weighted sum of each token's experts into ``output`` (T, H), a partial sum under TP and EP."""
         rows = hidden_states.shape[0]
         reason = self.reason or self._why_not_call(topk_weights, topk_ids, apply_router_weight_on_input)
+        lora, lora_ids = self._lora(rows)
+        limit = self.limit(lora is not None)
         if reason is not None:
             if self.promised:
                 raise broken_promise(self.promised, reason)
             metrics.fell_back("an MoE layer", reason)
-        elif rows <= self.limit():
-            lora, lora_ids = self._lora(rows)
+        elif rows <= limit:
             metrics.calls[metrics.SERVED, "with LoRA" if lora is not None else "bare"] += 1
             w13, w2_ = self._weights(w1, w2)
             fused_moe(
@@ -245,7 +249,7 @@ class _FusedExperts:
             )
             return None
         else:
-            metrics.calls[metrics.PREFILL, f"more than {self.limit()} tokens"] += 1
+            metrics.calls[metrics.PREFILL, f"more than {limit} tokens"] += 1
         need13, need2, _ = super().workspace_shapes(  # type: ignore[misc]
             rows,
             w1.shape[1],
@@ -286,11 +290,12 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 class BeamTritonExperts(_FusedExperts, TritonExperts):
-    """bf16 or fp16 experts: ours up to ``BEAM_MOE_VLLM_TOKENS`` tokens a batch, `TritonExperts` above."""
+    """bf16 or fp16 experts: ours up to ``BEAM_MOE_VLLM_TOKENS`` tokens a batch, ``BEAM_MOE_VLLM_LORA_TOKENS`` with
+    adapters, `TritonExperts` above."""
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         TritonExperts.__init__(self, moe_config, quant_config)
-        self.max_tokens = env.number("VLLM_TOKENS")
+        self.max_tokens, self.max_lora_tokens = env.number("VLLM_TOKENS"), env.number("VLLM_LORA_TOKENS")
         self._start()
 
     def _why_not_weights(self) -> str | None:
@@ -308,7 +313,7 @@ class BeamMxfp8Experts(_FusedExperts, Mxfp8TritonExpertsBase):
     """
 
     base = "mxfp8"
-    max_tokens = LARGEST_CALL
+    max_tokens = max_lora_tokens = LARGEST_CALL
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         Mxfp8TritonExpertsBase.__init__(self, moe_config, quant_config)
@@ -472,19 +477,19 @@ class ExpertsWarmup(VllmJitKernel[Any]):
 
     def get_warmup_keys(self, *args: Any, **kwargs: Any) -> list[tuple[int, bool]]:
         """The sizes of every distinct layer's experts, each with adapters and without where the engine has LoRA."""
-        sizes = {n for r in self._distinct() for n in self._sizes(r)}
         with_lora = any(e._lora_context is not None for r in self.runners if (e := experts_of(r)) is not None)
-        return [(n, lora) for n in sorted(sizes) for lora in ((False, True) if with_lora else (False,))]
+        keys = {(n, lora) for lora in {False, with_lora} for r in self._distinct() for n in self._sizes(r, lora)}
+        return sorted(keys)
 
     def _largest(self, runner: Any) -> int:
         """Most tokens of one call: with data parallelism those of every replica, which each gathers."""
         return self.max_tokens * runner.moe_config.moe_parallel_config.dp_size
 
-    def _sizes(self, runner: Any) -> set[int]:
+    def _sizes(self, runner: Any, lora: bool) -> set[int]:
         """A size for each configuration that can be launched, and the largest of all."""
         layer, experts, largest = runner.routed_experts, experts_of(runner), self._largest(runner)
         w1, w2, top_k = layer.w13_weight, layer.w2_weight, runner.moe_config.experts_per_token
-        limit = 0 if experts is None or experts.reason else min(experts.limit(), largest)
+        limit = 0 if experts is None or experts.reason else min(experts.limit(lora), largest)
         first: dict[Any, int] = {}
         for n in range(1, limit + 1):  # each: a configuration may serve a few sizes only
             if n > CHUNK and not envs.VLLM_BATCH_INVARIANT:

@@ -27,7 +27,8 @@ def report(model: Any) -> dict[str, Any]:
             {
                 "layer": module.layer_name,
                 "experts": type(stock).__name__ if stock is not None else type(method).__name__,
-                "ours_up_to_tokens": 0 if ours is None or ours.reason or ours.no_bank else ours.limit(),
+                "ours_up_to_tokens": 0 if ours is None or ours.reason or ours.no_bank else ours.limit(False),
+                "with_adapters_up_to_tokens": 0 if ours is None or ours.reason or ours.no_bank else ours.limit(True),
                 "lora": ours is not None and ours.bank is not None,
                 "router_up_to_tokens": 0 if (routing := routing_of(module)) is None else routing.limit(),
                 "reason": "vLLM's choice" if ours is None else ours.reason or ours.no_bank,

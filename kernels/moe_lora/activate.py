@@ -23,6 +23,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
     let_next_start,
     live_rank,
     load_ranks,
+    local_expert,
     part_rows,
     wait_for_count,
     wait_for_previous,
@@ -52,6 +53,91 @@ def _adapt(
     du = dot_fp32(bu, tl.trans(t), zero, INTERPRETED)
     # a row without this adapter keeps its bits: nothing is added to it, not even zero
     return tl.where(mine[:, None], g + tl.trans(dg), g), tl.where(mine[:, None], u + tl.trans(du), u)
+
+
+@triton.jit
+def _activate_row(
+    tile, pair, gu_ptr, t_ptr, b_ptr, a2_ptr, h_ptr, s_ptr, topk_ids_ptr, expert_map_ptr, lora_ids_ptr, ranks_ptr,
+    enabled_ptr, T, E_GLOBAL, E, SLOTS, up_b_offset, stride_bl, stride_be, stride_bi, stride_al, stride_ae, stride_ar,
+    I: tl.constexpr, RANK: tl.constexpr, NA: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
+    SHARED_A: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Tile ``tile`` of one routed pair: a single row needs no matrix instruction, which would keep it waiting."""
+    expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < T * TOP_K, E_GLOBAL, E, HAS_MAP)
+    P = tl.cast(T * TOP_K, tl.int64)
+    e = expert.to(tl.int64)
+    token = (pair // TOP_K).to(tl.int64)
+    pair = pair.to(tl.int64)
+    i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
+    mask_i = i < I
+    live = 0
+    if RANK > 0:
+        slot = adapter_slot(lora_ids_ptr, token, expert >= 0, SLOTS)
+        live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+        r = tl.arange(0, BLOCK_R)
+        own = tl.maximum(slot, 0).to(tl.int64)
+        b_rows = b_ptr + own * stride_bl + e * stride_be + i.to(tl.int64)[:, None] * stride_bi
+        bg = load_ranks(b_rows + r[None, :], mask_i, r, live, RANK)
+        bu = load_ranks(b_rows + up_b_offset + r[None, :], mask_i, r, live, RANK)
+        a_rows = a2_ptr + own * stride_al + e * stride_ae + i[None, :]
+        a_ptrs = a_rows + r.to(tl.int64)[:, None] * stride_ar
+        a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_i[None, :], other=0.0)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    if expert >= 0:
+        gate_ptrs = gu_ptr + pair * (2 * I) + i
+        g = tl.load(gate_ptrs, mask=mask_i, other=0.0)
+        u = tl.load(gate_ptrs + I, mask=mask_i, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            plane = gate_ptrs + split * P * (2 * I)
+            g += tl.load(plane, mask=mask_i, other=0.0)
+            u += tl.load(plane + I, mask=mask_i, other=0.0)
+        if RANK > 0:
+            if live > 0:
+                t_row = t_ptr + (token if SHARED_A else pair) * (NA * RANK)
+                t_plane = (tl.cast(T, tl.int64) if SHARED_A else P) * (NA * RANK)
+                g, u = _adapt_row(g, u, bg, bu, t_row, t_plane, r, live, RANK, NA, SPLITS)
+                if MORE:
+                    for first in tl.range(BLOCK_R, live, BLOCK_R, num_stages=1):
+                        more = first + r
+                        bg = load_ranks(b_rows + more[None, :], mask_i, more, live, RANK)
+                        bu = load_ranks(b_rows + up_b_offset + more[None, :], mask_i, more, live, RANK)
+                        g, u = _adapt_row(g, u, bg, bu, t_row, t_plane, more, live, RANK, NA, SPLITS)
+        h = (g * tl.sigmoid(g) * u).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + pair * I + i, h, mask=mask_i, eviction_policy="evict_last")
+        if RANK > 0:
+            h = tl.where(mask_i, h.to(tl.float32), 0.0)
+            out = s_ptr + (tile * P + pair) * RANK
+            s = tl.sum(a.to(tl.float32) * h[None, :], 1)
+            tl.store(out + r, s, mask=r < live, eviction_policy="evict_last")
+            if MORE:
+                for first in tl.range(BLOCK_R, live, BLOCK_R, num_stages=1):
+                    more = first + r
+                    a_ptrs = a_rows + more.to(tl.int64)[:, None] * stride_ar
+                    a = tl.load(a_ptrs, mask=(more < live)[:, None] & mask_i[None, :], other=0.0)
+                    s = tl.sum(a.to(tl.float32) * h[None, :], 1)
+                    tl.store(out + more, s, mask=more < live)
+
+
+@triton.jit
+def _adapt_row(
+    g, u, bg, bu, t_row, t_plane, r, live, RANK: tl.constexpr, NA: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """`_adapt` of one row."""
+    t = tl.load(t_row + r, mask=r < live, other=0.0)
+    t_up = t
+    if NA == 2:
+        t_up = tl.load(t_row + RANK + r, mask=r < live, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        t += tl.load(t_row + split * t_plane + r, mask=r < live, other=0.0)
+        if NA == 2:
+            t_up += tl.load(t_row + split * t_plane + RANK + r, mask=r < live, other=0.0)
+    if NA == 1:
+        t_up = t
+    g += tl.sum(bg.to(tl.float32) * t[None, :], 1)
+    u += tl.sum(bu.to(tl.float32) * t_up[None, :], 1)
+    return g, u
 
 
 @triton.jit
@@ -202,6 +288,16 @@ def _activate_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (ceil(I / BLOCK_I), MAX_BLOCKS * PARTS)."""
+    if BLOCK_P == 1:
+        _activate_row(
+            tl.program_id(0), tl.program_id(1), gu_ptr=gu_ptr, t_ptr=t_ptr, b_ptr=b_ptr, a2_ptr=a2_ptr, h_ptr=h_ptr,
+            s_ptr=s_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, lora_ids_ptr=lora_ids_ptr,
+            ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr, T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS,
+            up_b_offset=up_b_offset, stride_bl=stride_bl, stride_be=stride_be, stride_bi=stride_bi, stride_al=stride_al,
+            stride_ae=stride_ae, stride_ar=stride_ar, I=I, RANK=RANK, NA=NA, TOP_K=TOP_K, SPLITS=SPLITS,
+            SHARED_A=SHARED_A, MORE=MORE, HAS_MAP=HAS_MAP, BLOCK_I=BLOCK_I, BLOCK_R=BLOCK_R, PDL=PDL,
+        )  # fmt: skip
+        return
     activate_unit(
         tl.program_id(0), tl.program_id(1), gu_ptr=gu_ptr, t_ptr=t_ptr, b_ptr=b_ptr, a2_ptr=a2_ptr, h_ptr=h_ptr,
         s_ptr=s_ptr, topk_ids_ptr=topk_ids_ptr, expert_map_ptr=expert_map_ptr, order_ptr=order_ptr,

@@ -50,7 +50,6 @@ class MoEConfig:
     down_stages: int = 5
     down_tiles: int = 1  # row tiles of W2 that one program takes one after another
     down_whole: bool = False  # a tile of W2 spans all of I in one step, and h stays in shared memory
-    adapters_first: bool = False  # with dense weights a tile of down starts from B2 @ s, which then is added first
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
@@ -94,25 +93,25 @@ class MoEConfig:
         splits = 1
         while splits < 8 and tiles * splits < 1200 and hidden // (2 * splits) >= 4 * block_k:
             splits *= 2
-        big = block_m >= 64
+        big = block_m >= 32
         return cls(
             block_m=block_m,
             rows="direct" if tokens * top_k <= 16 else "search" if tokens * top_k <= 128 else "plan",
             plan_warps=4 if tokens * top_k <= 1024 else 8,
-            plan_experts=1 if tokens * top_k <= 4096 else triton.cdiv(experts, 128),
             up_block_n=128 if big else 64,
-            up_block_k=64 if big else block_k,
-            up_warps=8 if block_m == 128 else 4,
+            up_block_k=min(64, block_k) if big else block_k,
             up_stages=3,
             splits=1 if big else splits,
-            act_block_i=min(max(16, min(64, 2048 // block_m)), max(16, triton.next_power_of_2(inter))),
+            act_block_i=min(64, max(16, triton.next_power_of_2(inter))),
+            act_block_m=32,
             down_block_n=min(128 if big else 64, max(16, triton.next_power_of_2(hidden))),
             down_block_k=min(64, max(16, triton.next_power_of_2(inter))),
-            down_warps=8 if block_m == 128 else 4,
-            down_stages=2 if inter <= 512 and not big else 3,
-            down_tiles=1 if big else 8 if inter <= 512 else 2,
+            down_warps=8 if big else 4,
+            down_stages=4 if big else 2 if inter <= 512 else 3,
+            down_tiles=8 if big else 8 if inter <= 512 else 2,
             down_whole=inter <= 512 and not big,
             combine_block_h=min(1024 if big else 256, triton.next_power_of_2(hidden)),
+            combine_warps=8 if big else 4,
         )
 
     @classmethod
@@ -153,20 +152,16 @@ class MoEConfig:
         """This one with every sum in the order of ``other``, so that both give a row the same bits.
 
         ``splits`` orders the first product, whose shares are whole steps of ``up_block_k``; the number of tiles of I
-        the adapters' second half, ``adapters_first`` where it comes in; ``down_whole`` decides the form of MXFP8
-        weights; and blocks of 8 rows take another matrix instruction than larger ones.
+        the adapters' second half; ``down_whole`` decides the form of MXFP8 weights; and blocks of 8 rows take another
+        matrix instruction than larger ones, and single pairs none.
         """
         whole = other.down_whole if base == "mxfp8" else self.down_whole
-        out = replace(
-            self,
-            splits=other.splits,
-            act_block_i=other.act_block_i,
-            down_whole=whole,
-            adapters_first=other.adapters_first,
-        )
+        out = replace(self, splits=other.splits, act_block_i=other.act_block_i, down_whole=whole)
         if other.splits > 1 and self.up_block_k != other.up_block_k:
             stages = max(2, self.up_stages * self.up_block_k // other.up_block_k)  # of as much shared memory
             out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))
+        if self.rows == "direct" and other.rows != "direct":
+            out = replace(out, rows="search")
         if self.block_m < 16:
             out = replace(out, block_m=16, wide=1, lora_wide=1, registers=0)
         return out

@@ -43,6 +43,7 @@ from beam_moe.kernels.moe_lora.pipeline import (
 from beam_moe.kernels.mxfp8.decode_block import row_top, settled
 
 TOKENS = tl.constexpr(16)  # of one program that sums s over experts
+ROW_COLUMNS = tl.constexpr(512)  # of W2 that a program of a single routed pair keeps in registers
 
 
 @triton.jit
@@ -242,12 +243,11 @@ def _dense_tiles(
     H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
     MORE: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-    FIRST: tl.constexpr, INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A program's tiles of y of dense W2; with WHOLE one step spans all of I, and h stays in shared memory.
 
-    B2 is loaded a tile ahead of its use, for the first tile (``b``) by the caller. With FIRST a tile starts from
-    B2 @ s, which takes fewer registers than to add it; without, W2 is on its way sooner.
+    B2 is loaded a tile ahead of its use, for the first tile (``b``) by the caller.
     """
     EVEN_K: tl.constexpr = I % BLOCK_K == 0
     offs_n = tl.arange(0, BLOCK_N)
@@ -264,11 +264,6 @@ def _dense_tiles(
             mask_n = n < H
             w_tile = w_rows + tl.cast(tile * BLOCK_N, tl.int64) * stride_wn
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            if ADAPTED and FIRST:
-                acc, b = _add_adapters(
-                    acc, b, n, mask_n, tile + 1 < last_tile, e, pair, P, own, adapters, H,
-                    RANK, TILES, MORE, BLOCK_R, INTERPRETED,
-                )  # fmt: skip
             for step in tl.static_range(STEPS):
                 if EVEN_K and EVEN_N:
                     w = tl.load(w_tile + step * BLOCK_K)
@@ -276,7 +271,7 @@ def _dense_tiles(
                     mask_w = mask_n[:, None] & (step * BLOCK_K + offs_k < I)[None, :]
                     w = tl.load(w_tile + step * BLOCK_K, mask=mask_w, other=0.0)
                 acc = dot(w, h_tiles[step], acc, INTERPRETED)
-            if ADAPTED and not FIRST:
+            if ADAPTED:
                 acc, b = _add_adapters(
                     acc, b, n, mask_n, tile + 1 < last_tile, e, pair, P, own, adapters, H,
                     RANK, TILES, MORE, BLOCK_R, INTERPRETED,
@@ -284,11 +279,6 @@ def _dense_tiles(
             y = tl.trans(acc)
             tl.store(y_rows + tile * BLOCK_N, y, mask=mask_m[:, None] & mask_n[None, :], eviction_policy="evict_last")
     else:
-        if ADAPTED and FIRST:
-            n = first_tile * BLOCK_N + offs_n
-            acc, b = _add_adapters(
-                acc, b, n, n < H, tiles > 1, e, pair, P, own, adapters, H, RANK, TILES, MORE, BLOCK_R, INTERPRETED
-            )
         for step in tl.range(0, STEPS * tiles, num_stages=STAGES):
             tile = first_tile + step // STEPS
             k = (step % STEPS) * BLOCK_K
@@ -304,7 +294,7 @@ def _dense_tiles(
                 h = tl.load(h_rows + k, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             acc = dot(w, tl.trans(h), acc, INTERPRETED)
             if step % STEPS == STEPS - 1:
-                if ADAPTED and not FIRST:
+                if ADAPTED:
                     acc, b = _add_adapters(
                         acc, b, n, mask_n, tile + 1 < last_tile, e, pair, P, own, adapters, H,
                         RANK, TILES, MORE, BLOCK_R, INTERPRETED,
@@ -313,12 +303,6 @@ def _dense_tiles(
                 mask = mask_m[:, None] & mask_n[None, :]
                 tl.store(y_rows + tile * BLOCK_N, y, mask=mask, eviction_policy="evict_last")
                 acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                if ADAPTED and FIRST:
-                    n += BLOCK_N
-                    acc, b = _add_adapters(
-                        acc, b, n, (n < H) & (tile + 1 < last_tile), tile + 2 < last_tile, e, pair, P, own, adapters, H,
-                        RANK, TILES, MORE, BLOCK_R, INTERPRETED,
-                    )  # fmt: skip
 
 
 @triton.jit
@@ -328,7 +312,7 @@ def _rows_of_y(
     TILES: tl.constexpr, MORE: tl.constexpr, WHOLE: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
     scales_ptr, words_ptr, stride_se, stride_sn, BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr,
-    SOFT: tl.constexpr, W_TMA: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
+    SOFT: tl.constexpr, W_TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of an expert's W2 for BLOCK_M routed pairs whose h and s are there."""
     STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
@@ -342,7 +326,7 @@ def _rows_of_y(
         r_0 = tl.arange(0, BLOCK_R)
         mine = (slot_m == first_slot) & (live_0 > 0)
         s_0 = tl.trans(load_s(adapters[0], pair, mine, r_0, live_0, P, RANK, TILES))
-        own = (slot_m, first_slot, live_0, thirds(s_0, h_ptr.dtype.element_ty == tl.bfloat16, INTERPRETED))
+        own = (slot_m, first_slot, live_0, thirds(s_0, INTERPRETED))
     h_rows = h_ptr + pair[:, None] * I + offs_k[None, :]
     y_rows = y_ptr + pair[:, None] * H + offs_n[None, :]
     if BASE == "mxfp8":
@@ -355,7 +339,7 @@ def _rows_of_y(
         _dense_tiles(
             h_rows, mask_m, w_rows, stride_wn, y_rows, first_tile, tiles, e, pair, P, own, b, adapters,
             H, I, ADAPTED, RANK, TILES, MORE, WHOLE, STEPS, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, STAGES,
-            FIRST, INTERPRETED,
+            INTERPRETED,
         )  # fmt: skip
     elif WHOLE:
         h_tiles = ()
@@ -409,6 +393,70 @@ def _rows_of_y(
 
 
 @triton.jit
+def _down_row(
+    first_tile, tiles: tl.constexpr, pair, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr,
+    lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl, stride_be, stride_bn,
+    H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
+    TOP_K: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of dense W2 for one routed pair, without matrix instructions, as `activate` does.
+
+    Weights and B2 of a tile go straight to registers, those of the first one while the launch before drains.
+    """
+    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
+    expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < T * TOP_K, E_GLOBAL, E, HAS_MAP)
+    P = tl.cast(T * TOP_K, tl.int64)
+    e = expert.to(tl.int64)
+    offs_k = tl.arange(0, BLOCK_K)
+    r = tl.arange(0, BLOCK_R)
+    live = 0
+    if ADAPTED:
+        slot = adapter_slot(lora_ids_ptr, pair // TOP_K, expert >= 0, SLOTS)
+        live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
+        b_rows = b2_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_bl + e * stride_be
+    pair = pair.to(tl.int64)
+    for tile in tl.static_range(tiles):
+        n = (first_tile + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = (n < H) & (expert >= 0)
+        w_rows = w2_ptr + e * stride_we + n.to(tl.int64)[:, None] * stride_wn
+        w = ()
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + offs_k
+            w = w + (tl.load(w_rows + k[None, :], mask=mask_n[:, None] & (k < I)[None, :], other=0.0),)
+        if ADAPTED:
+            b_tile = b_rows + n.to(tl.int64)[:, None] * stride_bn
+            b = load_ranks(b_tile + r[None, :], mask_n, r, live, RANK)
+        if tile == 0:
+            wait_for_previous(PDL)
+            let_next_start(PDL)
+        y = tl.zeros((BLOCK_N,), tl.float32)
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + offs_k
+            h = tl.load(h_ptr + pair * I + k, mask=(k < I) & (expert >= 0), other=0.0)
+            y += tl.sum(w[step].to(tl.float32) * h.to(tl.float32)[None, :], 1)
+        if ADAPTED:
+            if live > 0:
+                y += tl.sum(b.to(tl.float32) * _row_of_s(s_ptr, pair, r, live, P, RANK, TILES)[None, :], 1)
+                if MORE:
+                    for first in tl.range(BLOCK_R, live, BLOCK_R, num_stages=1):
+                        more = first + r
+                        b = load_ranks(b_tile + more[None, :], mask_n, more, live, RANK)
+                        y += tl.sum(b.to(tl.float32) * _row_of_s(s_ptr, pair, more, live, P, RANK, TILES)[None, :], 1)
+        tl.store(y_ptr + pair * H + n, y, mask=mask_n, eviction_policy="evict_last")
+
+
+@triton.jit
+def _row_of_s(s_ptr, pair, r, live, P, RANK: tl.constexpr, TILES: tl.constexpr):
+    """`load_s` of one row."""
+    s_ptrs = s_ptr + pair * RANK + r
+    s = tl.load(s_ptrs, mask=r < live, other=0.0)
+    for tile in tl.static_range(1, TILES):
+        s += tl.load(s_ptrs + tile * P * RANK, mask=r < live, other=0.0)
+    return s
+
+
+@triton.jit
 def down_unit(
     first_tile, tiles, block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr, order_ptr,
     block_experts_ptr, widths_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn,
@@ -418,7 +466,6 @@ def down_unit(
     BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr, scales_ptr, words_ptr, stride_se, stride_sn,
     BASE: tl.constexpr, FP16: tl.constexpr, NORMALIZED: tl.constexpr, SOFT: tl.constexpr, W_TMA: tl.constexpr,
     STAGES: tl.constexpr, counts_ptr, wanted, MAX_BLOCKS, JOINED: tl.constexpr, WIDE: tl.constexpr,
-    FIRST: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of a block of pairs, once the programs before (JOINED: those of the block) are through.
 
@@ -461,7 +508,7 @@ def down_unit(
                 first_tile, tiles, expert, pair, mask_m, slot_m, first_slot, live_0, b, h_ptr, w2_ptr, y_ptr, adapters,
                 P, stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
                 BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, scales_ptr, words_ptr, stride_se, stride_sn,
-                BASE, FP16, NORMALIZED, SOFT, W_TMA, STAGES, FIRST,
+                BASE, FP16, NORMALIZED, SOFT, W_TMA, STAGES,
             )  # fmt: skip
         if WIDE > 1:
             if width > 1:
@@ -476,7 +523,7 @@ def down_unit(
                     first_tile, tiles, expert, pairs, mask, slots, slot, live, b_wide, h_ptr, w2_ptr, y_ptr, adapters,
                     P, stride_we, stride_wn, H, I, ADAPTED, RANK, TILES, MORE, WHOLE, EVEN_N,
                     WIDE * BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED, scales_ptr, words_ptr, stride_se, stride_sn,
-                    BASE, FP16, NORMALIZED, SOFT, W_TMA, WIDE_STAGES, FIRST,
+                    BASE, FP16, NORMALIZED, SOFT, W_TMA, WIDE_STAGES,
                 )  # fmt: skip
 
 
@@ -534,7 +581,6 @@ def _down_kernel(
     W_TMA: tl.constexpr = False,
     STAGES: tl.constexpr = 3,
     WIDE: tl.constexpr = 1,  # blocks of one expert that a program takes together
-    FIRST: tl.constexpr = False,
 ):
     """Grid (ceil(H / (BLOCK_N * TILES_PER_PROGRAM)), MAX_BLOCKS), after the blocks of tokens where experts share B2.
 
@@ -553,6 +599,16 @@ def _down_kernel(
                 block * TOKENS, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),
                 RANK, TILES, TOP_K, HAS_MAP, TOKENS, BLOCK_R,
             )  # fmt: skip
+    elif DIRECT and BASE == "dense" and I <= ROW_COLUMNS:
+        _down_row(
+            tl.program_id(0) * TILES_PER_PROGRAM, TILES_PER_PROGRAM, block - token_blocks,
+            h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr, y_ptr=y_ptr, topk_ids_ptr=topk_ids_ptr,
+            expert_map_ptr=expert_map_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr,
+            T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_we, stride_wn=stride_wn, stride_bl=stride_bl,
+            stride_be=stride_be, stride_bn=stride_bn, H=H, I=I, ADAPTED=RANK > 0 and not SHARED_B, RANK=RANK,
+            TILES=TILES, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
+            PDL=PDL,
+        )  # fmt: skip
     else:
         down_unit(
             tl.program_id(0) * TILES_PER_PROGRAM, TILES_PER_PROGRAM, block - token_blocks,
@@ -566,5 +622,4 @@ def _down_kernel(
             BLOCK_R=BLOCK_R, INTERPRETED=INTERPRETED, PDL=PDL, scales_ptr=scales_ptr, words_ptr=words_ptr,
             stride_se=stride_se, stride_sn=stride_sn, BASE=BASE, FP16=FP16, NORMALIZED=NORMALIZED, SOFT=SOFT,
             W_TMA=W_TMA, STAGES=STAGES, counts_ptr=order_ptr, wanted=0, MAX_BLOCKS=0, JOINED=False, WIDE=WIDE,
-            FIRST=FIRST,
         )  # fmt: skip

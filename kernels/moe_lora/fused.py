@@ -266,7 +266,7 @@ def _run(
             LAG=cfg.lag, BLOCK_M=cfg.block_m, UP_N=cfg.up_block_n, UP_K=cfg.up_block_k, UP_STAGES=cfg.up_stages,
             BLOCK_I=cfg.act_block_i, DOWN_N=cfg.down_block_n, DOWN_K=cfg.down_block_k, DOWN_STAGES=cfg.down_stages,
             DOWN_WHOLE=cfg.down_whole, DOWN_TILES=cfg.down_tiles, TAIL=cfg.tail,
-            TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r, FIRST=cfg.adapters_first,
+            TAIL_TILES=cfg.tail_tiles or cfg.down_tiles, BLOCK_R=block_r,
             WIDE=wide, HAS_MAP=has_map, num_warps=cfg.up_warps, **common, **joined_constants(up_base, down_base),
         )  # fmt: skip
     else:
@@ -300,8 +300,7 @@ def _run(
             H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
             WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=wide, FIRST=cfg.adapters_first,
-            **common, **down_base,
+            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=wide, **common, **down_base,
         )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h

@@ -111,7 +111,6 @@ def _joined_kernel(
     TAIL: tl.constexpr,
     TAIL_TILES: tl.constexpr,
     WIDE: tl.constexpr,
-    FIRST: tl.constexpr,
     BLOCK_R: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -228,7 +227,6 @@ def _joined_kernel(
                     scales_ptr=scales2_ptr, words_ptr=words2_ptr, stride_se=stride_s2e, stride_sn=stride_s2n, BASE=BASE,
                     FP16=DOWN_FP16, NORMALIZED=DOWN_NORMALIZED, SOFT=SOFT, W_TMA=DOWN_TMA, STAGES=DOWN_STAGES,
                     counts_ptr=counts_ptr, wanted=ACT_PARTS, MAX_BLOCKS=MAX_BLOCKS, JOINED=True, WIDE=WIDE,
-                    FIRST=FIRST,
                 )  # fmt: skip
 
 

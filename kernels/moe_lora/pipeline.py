@@ -91,9 +91,9 @@ def dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def thirds(b, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
-    """fp32 ``b`` as `dot_thirds` takes it: three bf16 terms whose sum it is, or itself."""
-    if INTERPRETED or not BF16:
+def thirds(b, INTERPRETED: tl.constexpr):
+    """fp32 ``b`` as `dot_thirds` takes it: three bf16 terms whose sum it is (as it is, where casts would be wrong)."""
+    if INTERPRETED:
         return (b,)
     else:
         high = b.to(tl.bfloat16)
@@ -104,26 +104,27 @@ def thirds(b, BF16: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def dot_thirds(a, b, acc, INTERPRETED: tl.constexpr):
-    """`dot_fp32` for the `thirds` of b.
+    """``acc + a @ b`` for 16-bit ``a`` and the `thirds` of b; fp16 has three bits more than bf16, so two terms hold it.
 
-    Triton orders the sums of a tf32 product by the width of the loads that it can trace ``a`` to; the move hides them,
-    or bits would depend on whether a loop carries ``a``.
+    Products of tf32 would do for fp16 too, but the order of their sums depends on whether a loop carries ``a``, and
+    Triton 3.6.0 fails on some such loops.
     """
     if INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b[0])
     elif a.dtype == tl.bfloat16:
         return tl.dot(a, b[0], tl.dot(a, b[1], tl.dot(a, b[2], acc)))
     else:
-        a = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [a.to(tl.float32)], dtype=tl.float32, is_pure=False, pack=1
-        )
-        return acc + tl.dot(a, b[0], input_precision="tf32x3")
+        high = a.to(tl.bfloat16)
+        low = a.to(tl.float32) - high.to(tl.float32)
+        low = tl.where(low == low, low, 0.0).to(tl.bfloat16)  # infinities are in the first term
+        acc = tl.dot(high, b[2], tl.dot(low, b[1], acc))
+        return tl.dot(high, b[0], tl.dot(high, b[1], tl.dot(low, b[0], acc)))
 
 
 @triton.jit
 def dot_fp32(a, b, acc, INTERPRETED: tl.constexpr):
-    """``acc + a @ b`` for 16-bit ``a`` and fp32 ``b``, keeping b's precision: bf16 thirds, or tf32 pieces for fp16."""
-    return dot_thirds(a, thirds(b, a.dtype == tl.bfloat16, INTERPRETED), acc, INTERPRETED)
+    """``acc + a @ b`` for 16-bit ``a`` and fp32 ``b``, keeping b's precision."""
+    return dot_thirds(a, thirds(b, INTERPRETED), acc, INTERPRETED)
 
 
 @triton.jit

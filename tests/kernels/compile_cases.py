@@ -196,6 +196,8 @@ def moe_lora():
     layer(16, *beam, lora=bank(4, 256, 32, 5120, 320, shared=True), emap=True, config=whole)
     layer(16, 7, 3, 200, 72, lora=bank(2, 7, 5, 200, 72, dtype=torch.float16), dtype=torch.float16)
     layer(16, 16, 2, 512, 128, lora=bank(1, 16, 512, 512, 128))
+    half = torch.float16  # several slots and tiles: a loop that carries B2
+    layer(4096, 128, 8, 2048, 768, lora=bank(4, 128, 32, 2048, 768, dtype=half), dtype=half)
 
 
 def moe_lora_mxfp8():

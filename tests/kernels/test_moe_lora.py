@@ -148,12 +148,12 @@ def test_every_way_to_find_rows_with_many_tiles(device, rows, down_whole):
 @pytest.mark.parametrize("down_whole", [False, True], ids=["stepped", "whole"])
 @pytest.mark.parametrize(("slots", "rank"), [(1, 8), (3, 8), (1, 70)])
 @pytest.mark.parametrize("tiles", [1, 2, 3])
-def test_adapters_first(device, tiles, slots, rank, down_whole):
-    """Tiles that start from B2 @ s; H fills the last program's tiles in part, and some rows are bare."""
+def test_adapters_of_several_tiles(device, tiles, slots, rank, down_whole):
+    """B2 of a tile is asked for a tile ahead; H fills the last program's tiles in part, and some rows are bare."""
     args = layer(device, 9, rank=rank, slots=slots)
     args["lora_ids"][::4] = -1
     config = dataclasses.replace(SMALL, down_block_n=16, down_block_k=16, down_tiles=tiles, down_whole=down_whole)
-    got = check(args, dataclasses.replace(config, adapters_first=True))
+    got = check(args, config)
     assert torch.equal(got[::4], fused_moe(**bare(args), config=config)[::4])
 
 

@@ -124,13 +124,19 @@ def test_large_batches_go_to_vllm(harness, served, monkeypatch):
 
     monkeypatch.setattr(TritonExperts, "apply", stock)
     monkeypatch.setattr(experts, "max_tokens", 5)
+    monkeypatch.setattr(experts, "max_lora_tokens", 5)
     for slots in ([-1] * 6, [0] * 6):
         harness.set_slots(served.manager, slots)
         assert torch.equal(harness.run_experts(runner, served.x, *served.routing), torch.full_like(served.x, 5.0))
     assert [n for n, _ in seen] == [6, 6] and min(size for _, size in seen) > 0
-    monkeypatch.setattr(experts, "max_tokens", 6)
-    harness.run_experts(runner, served.x, *served.routing)
-    assert len(seen) == 2
+    for name, slot in (("max_tokens", -1), ("max_lora_tokens", 0)):  # a batch with adapters has a limit of its own
+        monkeypatch.setattr(experts, name, 6)
+        for other in (-1, 0):
+            harness.set_slots(served.manager, [other] * 6)
+            before = len(seen)
+            harness.run_experts(runner, served.x, *served.routing)
+            assert len(seen) == before + (other != slot)
+        monkeypatch.setattr(experts, name, 5)
 
 
 def test_batch_invariant_serves_every_size_in_one_order(harness, served, monkeypatch):
@@ -144,7 +150,7 @@ def test_batch_invariant_serves_every_size_in_one_order(harness, served, monkeyp
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096)
     assert len({sums(experts._pinned(n, 8, w1, w2)) for n in sizes}) == 1
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert experts.limit() == 16384
+    assert experts.limit(False) == experts.limit(True) == 16384
 
 
 def conditions(experts_module, **changes):
@@ -365,6 +371,7 @@ def test_warm_up_of_other_models(harness, tmp_path, monkeypatch, experts_module,
 
     monkeypatch.setenv("BEAM_MOE_VLLM", "beam" if asked == "not ours" else "Qwen3MoeForCausalLM")
     monkeypatch.setenv("BEAM_MOE_VLLM_TOKENS", "40")
+    monkeypatch.setenv("BEAM_MOE_VLLM_LORA_TOKENS", "50")
     monkeypatch.setenv(
         "VLLM_DISABLED_KERNELS", "HummingMxfp8LinearKernel,MarlinMxfp8LinearKernel,TorchMxFp8LinearKernel"
     )
@@ -388,17 +395,18 @@ def test_warm_up_of_other_models(harness, tmp_path, monkeypatch, experts_module,
         assert kernels[0].runners == [runner, other]
         experts = experts_module.experts_of(runner)
         keys = experts_module.ExpertsWarmup([runner], 64).get_warmup_keys()
-        limit = min(experts.limit(), 64)
-        assert limit == (64 if asked == "beam_mxfp8" else 40) and {n <= limit for n, _ in keys} == {True, limit == 64}
-        assert [(n, lora) for n, lora, _ in ours] == [key for key in keys if key[0] <= limit]
-        assert vllms == [n for n, _ in keys if n > limit]
+        limits = [min(experts.limit(lora), 64) for lora in (False, True)]
+        assert limits == ([64, 64] if asked == "beam_mxfp8" else [40, 50])
+        assert {n <= limits[lora] for n, lora in keys} == {True, limits == [64, 64]}
+        assert [(n, lora) for n, lora, _ in ours] == [(n, lora) for n, lora in keys if n <= limits[lora]]
+        assert vllms == [n for n, lora in keys if n > limits[lora]]
         assert {int(ids.max()) for n, lora, ids in ours if lora and n > 1} == {-1}, "the map is back as it was"
 
         def of(n):
             w1, w2 = runner.routed_experts.w13_weight, runner.routed_experts.w2_weight
             return experts.config(n, harness.TOP_K, w1, w2), (n * harness.TOP_K - 1).bit_length()
 
-        assert {of(n) for n, _, _ in ours} == {of(n) for n in range(1, limit + 1)}
+        assert {of(n) for n, _, _ in ours} == {of(n) for n in range(1, max(limits) + 1)}
 
 
 def runners(model):

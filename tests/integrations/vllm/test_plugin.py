@@ -336,7 +336,8 @@ def test_sizes_that_warm_up_compiles(harness, tmp_path, monkeypatch):
     config = harness.engine_config(harness.write_config(tmp_path / "m"), max_num_batched_tokens=256)
     with harness.built(config) as (model, manager):
         runner = model.moe_layers[0]
-        monkeypatch.setattr(experts_of(runner), "max_tokens", 64)
+        for name in ("max_tokens", "max_lora_tokens"):
+            monkeypatch.setattr(experts_of(runner), name, 64)
         warmup = experts.ExpertsWarmup([runner], 256)
         keys = warmup.get_warmup_keys()
         sizes = {n for n, _ in keys}
@@ -386,7 +387,7 @@ def test_every_launch_of_a_gpus_table_is_warmed_up(fake_hopper, monkeypatch, exp
         counted = config.rows == "plan" and n * top_k > plan.COUNT_FIRST  # by a launch of its own
         return config, min(4096, 1 << (n * top_k - 1).bit_length()) if config.rows != "direct" else 1, counted
 
-    served = SimpleNamespace(reason=None, limit=lambda: limit, config=lambda n, *_: launch(n)[0])
+    served = SimpleNamespace(reason=None, limit=lambda lora: limit, config=lambda n, *_: launch(n)[0])
     served.quant_config = SimpleNamespace(config_name=lambda dtype: None)
     w1, w2 = torch.empty(experts, 2 * inter, 5120, device="meta"), torch.empty(experts, 5120, inter, device="meta")
     runner = SimpleNamespace(
@@ -395,7 +396,7 @@ def test_every_launch_of_a_gpus_table_is_warmed_up(fake_hopper, monkeypatch, exp
     )
     monkeypatch.setattr(ours, "experts_of", lambda runner: served)
     monkeypatch.setattr(ours, "try_get_optimal_moe_config", lambda *a: {})
-    sizes = ours.ExpertsWarmup([runner], limit)._sizes(runner)
+    sizes = ours.ExpertsWarmup([runner], limit)._sizes(runner, True)
     assert {launch(n) for n in sizes} == {launch(n) for n in range(1, limit + 1)}
     if base == "dense" and experts == 256:
         assert {launch(n)[0].wide for n in sizes} == {1, 2, 4}
@@ -415,7 +416,7 @@ def test_sizes_beyond_one_pass_of_the_layer(fake_hopper, monkeypatch, invariant)
     from beam_moe.kernels.moe_lora.workspace import CHUNK
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
-    served = SimpleNamespace(reason=None, limit=lambda: ours.LARGEST_CALL, config=lambda n, *_: min(n, CHUNK + 1) // 64)
+    served = SimpleNamespace(reason=None, limit=lambda lora: ours.LARGEST_CALL, config=lambda n, *_: min(n, CHUNK + 1) // 64)
     served.quant_config = SimpleNamespace(config_name=lambda dtype: None)
     weights = SimpleNamespace(w13_weight=torch.empty(0), w2_weight=torch.empty(0))
     runner = SimpleNamespace(routed_experts=weights, moe_config=moe_config(8))
@@ -426,7 +427,7 @@ def test_sizes_beyond_one_pass_of_the_layer(fake_hopper, monkeypatch, invariant)
         return {(served.config(n if invariant else rows), (rows * 8 - 1).bit_length()) for rows in passes}
 
     most = 3 * CHUNK
-    sizes = ours.ExpertsWarmup([runner], most)._sizes(runner)
+    sizes = ours.ExpertsWarmup([runner], most)._sizes(runner, True)
     assert set().union(*map(launches, sizes)) == set().union(*map(launches, range(1, most + 1)))
     assert len(sizes) < 200
 
@@ -476,7 +477,8 @@ def test_warm_up_of_a_replica_covers_what_it_gathers(harness, replicas, monkeypa
     runner = replicas.model.moe_layers[0]
     impl = runner.routed_experts.quant_method.moe_kernel.impl
     dispatch, context = impl.prepare_finalize, impl.fused_experts._lora_context
-    monkeypatch.setattr(experts_of(runner), "max_tokens", 48)
+    for name in ("max_tokens", "max_lora_tokens"):
+        monkeypatch.setattr(experts_of(runner), name, 48)
     warmup = experts.ExpertsWarmup([runner], 32)
     sizes = {n for n, _ in warmup.get_warmup_keys()}
     assert max(sizes) == 64
