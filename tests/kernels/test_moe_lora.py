@@ -157,6 +157,20 @@ def test_adapters_of_several_tiles(device, tiles, slots, rank, down_whole):
     assert torch.equal(got[::4], fused_moe(**bare(args), config=config)[::4])
 
 
+@pytest.mark.parametrize(
+    ("rank", "inter", "factors"),
+    [(8, 24, {}), (8, 520, {}), (8, 24, {"one_a": True}), (70, 24, {"shared": True}), (70, 24, {"one_a": True})],
+)
+def test_single_pairs_with_adapters(device, rank, inter, factors):
+    """Without matrix instructions, W2 of more than 512 columns with them; two rows are bare, one has no expert."""
+    args = layer(device, 5, inter=inter, rank=rank, **factors)
+    args["lora_ids"][1:3] = -1
+    args["topk_ids"][4] = -1
+    config = dataclasses.replace(SMALL, rows="direct", splits=3, up_block_k=16, down_block_n=16, down_tiles=2)
+    got = check(args, config)
+    assert torch.equal(got[1:3], fused_moe(**bare(args), config=config)[1:3]) and not got[4].any()
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 def test_activate_takes_a_part_of_a_block(device, slots):
     """Parts of blocks of 64 rows: full ones, those that a few rows fill, and those that none does."""

@@ -416,7 +416,8 @@ def test_sizes_beyond_one_pass_of_the_layer(fake_hopper, monkeypatch, invariant)
     from beam_moe.kernels.moe_lora.workspace import CHUNK
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
-    served = SimpleNamespace(reason=None, limit=lambda lora: ours.LARGEST_CALL, config=lambda n, *_: min(n, CHUNK + 1) // 64)
+    served = SimpleNamespace(reason=None, limit=lambda lora: ours.LARGEST_CALL)
+    served.config = lambda n, *_: min(n, CHUNK + 1) // 64
     served.quant_config = SimpleNamespace(config_name=lambda dtype: None)
     weights = SimpleNamespace(w13_weight=torch.empty(0), w2_weight=torch.empty(0))
     runner = SimpleNamespace(routed_experts=weights, moe_config=moe_config(8))
