@@ -43,7 +43,6 @@ from beam_moe.kernels.moe_lora.pipeline import (
 from beam_moe.kernels.mxfp8.decode_block import row_top, settled
 
 TOKENS = tl.constexpr(16)  # of one program that sums s over experts
-ROW_COLUMNS = tl.constexpr(512)  # of W2 that a program of a single routed pair keeps in registers
 
 
 @triton.jit
@@ -393,70 +392,6 @@ def _rows_of_y(
 
 
 @triton.jit
-def _down_row(
-    first_tile, tiles: tl.constexpr, pair, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr,
-    lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn, stride_bl, stride_be, stride_bn,
-    H: tl.constexpr, I: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, TILES: tl.constexpr,
-    TOP_K: tl.constexpr, MORE: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Some tiles of dense W2 for one routed pair, without matrix instructions, as `activate` does.
-
-    Weights and B2 of a tile go straight to registers, those of the first one while the launch before drains.
-    """
-    STEPS: tl.constexpr = (I + BLOCK_K - 1) // BLOCK_K
-    expert = local_expert(topk_ids_ptr, expert_map_ptr, pair, pair < T * TOP_K, E_GLOBAL, E, HAS_MAP)
-    P = tl.cast(T * TOP_K, tl.int64)
-    e = expert.to(tl.int64)
-    offs_k = tl.arange(0, BLOCK_K)
-    r = tl.arange(0, BLOCK_R)
-    live = 0
-    if ADAPTED:
-        slot = adapter_slot(lora_ids_ptr, pair // TOP_K, expert >= 0, SLOTS)
-        live = live_rank(ranks_ptr, enabled_ptr, slot, RANK)
-        b_rows = b2_ptr + tl.maximum(slot, 0).to(tl.int64) * stride_bl + e * stride_be
-    pair = pair.to(tl.int64)
-    for tile in tl.static_range(tiles):
-        n = (first_tile + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask_n = (n < H) & (expert >= 0)
-        w_rows = w2_ptr + e * stride_we + n.to(tl.int64)[:, None] * stride_wn
-        w = ()
-        for step in tl.static_range(STEPS):
-            k = step * BLOCK_K + offs_k
-            w = w + (tl.load(w_rows + k[None, :], mask=mask_n[:, None] & (k < I)[None, :], other=0.0),)
-        if ADAPTED:
-            b_tile = b_rows + n.to(tl.int64)[:, None] * stride_bn
-            b = load_ranks(b_tile + r[None, :], mask_n, r, live, RANK)
-        if tile == 0:
-            wait_for_previous(PDL)
-            let_next_start(PDL)
-        y = tl.zeros((BLOCK_N,), tl.float32)
-        for step in tl.static_range(STEPS):
-            k = step * BLOCK_K + offs_k
-            h = tl.load(h_ptr + pair * I + k, mask=(k < I) & (expert >= 0), other=0.0)
-            y += tl.sum(w[step].to(tl.float32) * h.to(tl.float32)[None, :], 1)
-        if ADAPTED:
-            if live > 0:
-                y += tl.sum(b.to(tl.float32) * _row_of_s(s_ptr, pair, r, live, P, RANK, TILES)[None, :], 1)
-                if MORE:
-                    for first in tl.range(BLOCK_R, live, BLOCK_R, num_stages=1):
-                        more = first + r
-                        b = load_ranks(b_tile + more[None, :], mask_n, more, live, RANK)
-                        y += tl.sum(b.to(tl.float32) * _row_of_s(s_ptr, pair, more, live, P, RANK, TILES)[None, :], 1)
-        tl.store(y_ptr + pair * H + n, y, mask=mask_n, eviction_policy="evict_last")
-
-
-@triton.jit
-def _row_of_s(s_ptr, pair, r, live, P, RANK: tl.constexpr, TILES: tl.constexpr):
-    """`load_s` of one row."""
-    s_ptrs = s_ptr + pair * RANK + r
-    s = tl.load(s_ptrs, mask=r < live, other=0.0)
-    for tile in tl.static_range(1, TILES):
-        s += tl.load(s_ptrs + tile * P * RANK, mask=r < live, other=0.0)
-    return s
-
-
-@triton.jit
 def down_unit(
     first_tile, tiles, block, h_ptr, w2_ptr, s_ptr, b2_ptr, y_ptr, topk_ids_ptr, expert_map_ptr, order_ptr,
     block_experts_ptr, widths_ptr, lora_ids_ptr, ranks_ptr, enabled_ptr, T, E_GLOBAL, E, SLOTS, stride_we, stride_wn,
@@ -599,16 +534,6 @@ def _down_kernel(
                 block * TOKENS, T, E_GLOBAL, E, SLOTS, tl.cast(T * TOP_K, tl.int64),
                 RANK, TILES, TOP_K, HAS_MAP, TOKENS, BLOCK_R,
             )  # fmt: skip
-    elif DIRECT and BASE == "dense" and I <= ROW_COLUMNS:
-        _down_row(
-            tl.program_id(0) * TILES_PER_PROGRAM, TILES_PER_PROGRAM, block - token_blocks,
-            h_ptr=h_ptr, w2_ptr=w2_ptr, s_ptr=s_ptr, b2_ptr=b2_ptr, y_ptr=y_ptr, topk_ids_ptr=topk_ids_ptr,
-            expert_map_ptr=expert_map_ptr, lora_ids_ptr=lora_ids_ptr, ranks_ptr=ranks_ptr, enabled_ptr=enabled_ptr,
-            T=T, E_GLOBAL=E_GLOBAL, E=E, SLOTS=SLOTS, stride_we=stride_we, stride_wn=stride_wn, stride_bl=stride_bl,
-            stride_be=stride_be, stride_bn=stride_bn, H=H, I=I, ADAPTED=RANK > 0 and not SHARED_B, RANK=RANK,
-            TILES=TILES, TOP_K=TOP_K, MORE=MORE, HAS_MAP=HAS_MAP, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, BLOCK_R=BLOCK_R,
-            PDL=PDL,
-        )  # fmt: skip
     else:
         down_unit(
             tl.program_id(0) * TILES_PER_PROGRAM, TILES_PER_PROGRAM, block - token_blocks,
