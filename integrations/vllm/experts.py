@@ -187,8 +187,11 @@ class _FusedExperts:
         return self.bank, meta.token_lora_mapping[:rows]
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *args: Any) -> tuple[tuple[int, ...], ...]:
-        """Ours needs only the output; `fused_moe` takes its own scratch memory."""
-        if self.reason is None and self.limit(self._lora(M)[0] is not None) >= M:
+        """Ours needs only the output; `fused_moe` takes its own scratch memory.
+
+        vLLM's buffers cannot grow once the engine is ready, so a size that is vLLM's in any batch has them in all.
+        """
+        if self.reason is None and min(self.limit(False), self.limit(True)) >= M:
             return (0,), (0,), (M, K)
         return super().workspace_shapes(M, N, K, topk, *args)  # type: ignore[misc]
 
