@@ -107,7 +107,7 @@ def test_live_rank_follows_the_slot(harness, served):
 
 
 def test_large_batches_go_to_vllm(harness, served, monkeypatch):
-    """The number of tokens alone decides; vLLM's path then gets the scaling and single rounding of ours."""
+    """By the number of tokens, with adapters and without; vLLM's path gets the scaling and single rounding of ours."""
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
     runner = served.model.moe_layers[0]
@@ -137,6 +137,32 @@ def test_large_batches_go_to_vllm(harness, served, monkeypatch):
             harness.run_experts(runner, served.x, *served.routing)
             assert len(seen) == before + (other != slot)
         monkeypatch.setattr(experts, name, 5)
+
+
+def test_buffers_of_vllms_are_there_before_they_are_locked(harness, served, monkeypatch):
+    """A profiling run has adapters, and so may be ours where the same batch without them is vLLM's."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.v1.worker import workspace
+
+    runner = served.model.moe_layers[0]
+    experts = runner.routed_experts.quant_method.moe_kernel.impl.fused_experts
+    large = []
+    monkeypatch.setattr(TritonExperts, "apply", lambda self, **k: large.append(len(k["hidden_states"])))
+    monkeypatch.setattr(experts, "max_tokens", 5)
+    monkeypatch.setattr(experts, "max_lora_tokens", 100)
+    workspace.reset_workspace_manager()
+    try:
+        workspace.init_workspace_manager(served.x.device, 1)
+        harness.set_slots(served.manager, [0] * 6)
+        harness.run_experts(runner, served.x, *served.routing)
+        workspace.lock_workspace()
+        assert large == []
+        harness.set_slots(served.manager, [-1] * 6)
+        harness.run_experts(runner, served.x, *served.routing)
+        assert large == [6]
+    finally:
+        workspace.reset_workspace_manager()
+        workspace.init_workspace_manager(served.x.device, 1)
 
 
 def test_batch_invariant_serves_every_size_in_one_order(harness, served, monkeypatch):
