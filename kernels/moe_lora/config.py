@@ -162,6 +162,8 @@ class MoEConfig:
             out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))
         if self.rows == "direct" and other.rows != "direct":
             out = replace(out, rows="search")
+        if self.rows != "direct" and other.rows == "direct":
+            out = replace(out, rows="direct", wide=1, lora_wide=1, lag=0)
         if self.block_m < 16:
             out = replace(out, block_m=16, wide=1, lora_wide=1, registers=0)
         return out
@@ -302,6 +304,11 @@ def _pick(
     rule = MoEConfig.heuristic if base == "dense" else MoEConfig.mxfp8_heuristic
     ruled = rule(tokens, top_k, experts, hidden, inter)
     if kind == "cuda":
+        if ruled.down_stages > 3 and torch.cuda.is_available():
+            # four stages of large blocks are for 227 KiB of shared memory; with two they fit in 99 KiB, as of sm_120
+            properties = torch.cuda.get_device_properties(index)
+            if getattr(properties, "shared_memory_per_block_optin", 0) < 200 << 10:  # absent from torch's stubs
+                ruled = replace(ruled, down_stages=2)
         name = torch.cuda.get_device_name(index)
         tuned = tuning.lookup(name, OPS[base], tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
         if tuned is not None:

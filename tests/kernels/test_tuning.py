@@ -3,12 +3,13 @@
 import json
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from beam_moe.kernels import tuning
-from beam_moe.kernels.moe_lora import MoEConfig
+from beam_moe.kernels.moe_lora import MoEConfig, config
 from beam_moe.kernels.moe_lora.config import OPS
 
 
@@ -115,8 +116,9 @@ def test_every_size_can_sum_in_the_order_of_one(base):
     sizes = (1, 2, 4, 8, 16, 32, 64, 128)
     tuned = [MoEConfig(**tuning.lookup("NVIDIA H200", OPS[base], n, **shape)) for n in sizes]
     assert len({sums(c) for c in tuned}) > 1
-    assert len({sums(c.summing_as(tuned[5], base=base)) for c in tuned}) == 1
-    assert all(c.summing_as(tuned[5], base=base).joins for c in tuned)
+    for pinned in (tuned[0], tuned[5]):  # of single pairs in the table of dense weights, and of blocks
+        assert len({sums(c.summing_as(pinned, base=base)) for c in tuned}) == 1
+        assert all(c.summing_as(pinned, base=base).joins for c in tuned)
 
 
 def test_one_launch_can_be_switched_off(monkeypatch):
@@ -125,6 +127,17 @@ def test_one_launch_can_be_switched_off(monkeypatch):
     joined = MoEConfig.pick(*shape)
     monkeypatch.setenv("BEAM_MOE_JOIN", "0")
     assert joined.lag > 0 and MoEConfig.pick(*shape) == replace(joined, lag=0)
+
+
+@pytest.mark.parametrize(("kib", "stages"), [(99, 2), (227, 4)])
+def test_the_rule_for_large_blocks_fits_in_the_shared_memory_of_the_device(kib, stages, monkeypatch):
+    properties = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=None: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "a GPU without a table")
+    pick = config._pick.__wrapped__
+    large, small = (pick("cuda", 0, tokens, 8, 32, 5120, 1280, "dense") for tokens in (4096, 16))
+    assert (large.block_m, large.down_stages, small.down_stages) == (128, stages, 3)
 
 
 @pytest.mark.parametrize(("tokens", "block_m"), [(128, 8), (256, 16), (512, 16), (1024, 32), (4096, 64)])
