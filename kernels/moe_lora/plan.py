@@ -179,7 +179,8 @@ def build_plan(
     (T, H) and their words to ``words`` int32 (T,), as `normalize_rows` does; without ``planned`` they are alone.
     """
     pairs = topk_ids.numel()
-    launch, extra = {"launch_pdl": True} if pdl else {}, {}
+    launch = {"launch_pdl": True} if pdl else {}
+    extra: dict[str, Any] = {}
     programs = triton.cdiv(experts, experts_per_program) if planned else 0
     rows = 0
     if x is not None:
