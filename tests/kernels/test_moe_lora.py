@@ -28,6 +28,7 @@ from beam_moe.kernels.moe_lora import (
     torch_ops,
 )
 from beam_moe.kernels.moe_lora import config as config_module
+from beam_moe.kernels.moe_lora import plan as plan_module
 from beam_moe.kernels.moe_lora import workspace as workspace_module
 from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
 from beam_moe.kernels.mxfp8 import prepare, quantize_reference
@@ -206,6 +207,22 @@ def test_one_expert_and_the_most(device, experts):
     check(args, dataclasses.replace(SMALL, plan_experts=64))
 
 
+def test_many_pairs_are_counted_by_a_launch_of_their_own(device, monkeypatch):
+    """As beyond 4096 pairs, here beyond 16: the counts have room of their own in a workspace that holds no more."""
+    args = layer(device, 20, rank=8)
+    args["topk_ids"][3:6] = -1
+    config = dataclasses.replace(SMALL, lag=1)  # its counts lie right before
+    once = check(args, config)
+    monkeypatch.setattr(plan_module, "COUNT_FIRST", 16)
+    monkeypatch.setattr(plan_module, "AT_ONCE", 16)
+    shape = Shape(20, 2, 4, 48, 24, 8)
+    memory = torch.full((bytes_needed(shape, config) + 256,), 255, dtype=torch.uint8, device=device)
+    args["workspace"] = Workspace(memory[:-256], 20, 2, 8)
+    assert torch.equal(fused_moe(**args, config=config), once)
+    assert bool((memory[-256:] == 255).all()), "nothing is written past it"
+    assert args["workspace"].buffers(shape, config, args["x"].dtype).totals.sum() == 34
+
+
 @pytest.mark.parametrize("with_workspace", [False, True])
 def test_batches_beyond_a_pass(device, monkeypatch, with_workspace):
     """Ten tokens in passes of four, rows strided; the last pass is short."""
@@ -229,8 +246,9 @@ def test_ranks(device, rank):
     check(layer(device, 2, top_k=1, rank=rank))
 
 
+@pytest.mark.parametrize("rows", ["plan", "direct"])
 @pytest.mark.parametrize(("bank_rank", "live"), [(256, 4), (8, 3), (7, 2), (129, 70)])
-def test_a_rank_below_the_banks_reads_nothing_beyond_it(device, bank_rank, live):
+def test_a_rank_below_the_banks_reads_nothing_beyond_it(device, bank_rank, live, rows):
     """What lies past a slot's live rank may be anything, NaN here: the last adapter's rows, or memory never written."""
     args = layer(device, 3, top_k=1, rank=bank_rank)
     bank = args["lora"]
@@ -239,7 +257,7 @@ def test_a_rank_below_the_banks_reads_nothing_beyond_it(device, bank_rank, live)
         a[0, ..., live:, :] = float("nan")
     for b in (bank.w13_b, bank.w2_b):
         b[0, ..., live:] = float("nan")
-    check(args)
+    check(args, dataclasses.replace(SMALL, rows=rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,8 +273,9 @@ def test_slots_mixed_with_bare_rows(device, shared, one_a, dtype):
     assert error_ratio(got[[0, 2, 4]], plain[[0, 2, 4]]) > 0.2, "the adapters change their rows"
 
 
+@pytest.mark.parametrize("rows", ["plan", "direct"])
 @pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
-def test_disabled_slots_rank_zero_and_ids_out_of_range_leave_the_bare_result(device, shared):
+def test_disabled_slots_rank_zero_and_ids_out_of_range_leave_the_bare_result(device, shared, rows):
     """Not the rows of slot 0, which a clamped id would give; nor of a bank whose factors are NaN in those slots."""
     args = layer(device, 8, top_k=1, rank=8, slots=4, shared=shared)
     bank = args["lora"]
@@ -265,10 +284,30 @@ def test_disabled_slots_rank_zero_and_ids_out_of_range_leave_the_bare_result(dev
     ranks, enabled = ints(8, 8, 0, 5, device=device), ints(1, 0, 1, 1, device=device)
     args["lora"] = ExpertLoRA(bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b, ranks=ranks, enabled=enabled)
     args["lora_ids"] = ints(0, 1, 2, 3, -1, 4, -7, 2**30, device=device)
-    got = check(args)
-    plain = fused_moe(**bare(args), config=SMALL)
+    config = dataclasses.replace(SMALL, rows=rows)
+    got = check(args, config)
+    plain = fused_moe(**bare(args), config=config)
     idle = [1, 2, 4, 5, 6, 7]
     assert torch.equal(got[idle], plain[idle])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+@pytest.mark.parametrize("rows", ["plan", "direct"])
+def test_an_adapter_that_is_not_finite_stays_in_its_rows(device, rows, shared):
+    """Rows of another adapter and of none stand in its blocks; one slot is taken first, the other in a loop."""
+    args = layer(device, 5, rank=8, shared=shared)
+    args["topk_ids"][:, 0] = 0
+    args["lora_ids"] = ints(0, -1, 1, -1, 0, device=device)
+    config = dataclasses.replace(SMALL, rows=rows)
+    before = fused_moe(**args, config=config)
+    bank = args["lora"]
+    for slot, others in ((0, [1, 2, 3]), (1, [0, 1, 3, 4])):
+        parts = [f.clone() for f in (bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b)]
+        for factor in parts:
+            factor[slot] = float("nan")
+        got = fused_moe(**{**args, "lora": ExpertLoRA(*parts)}, config=config)
+        assert torch.equal(got[others], before[others])
+        assert bool(got[[t for t in range(5) if t not in others]].isnan().all())
 
 
 def test_a_bank_that_no_row_uses_changes_no_bit(device):
