@@ -257,7 +257,9 @@ def test_a_rank_below_the_banks_reads_nothing_beyond_it(device, bank_rank, live,
         a[0, ..., live:, :] = float("nan")
     for b in (bank.w13_b, bank.w2_b):
         b[0, ..., live:] = float("nan")
-    check(args, dataclasses.replace(SMALL, rows=rows))
+    config, shape = dataclasses.replace(SMALL, rows=rows), Shape(3, 1, 4, 48, 24, bank_rank)
+    memory = torch.full((bytes_needed(shape, config),), 255, dtype=torch.uint8, device=device)  # NaN
+    check({**args, "workspace": Workspace(memory, 3, 1, bank_rank)}, config)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
