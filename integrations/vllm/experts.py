@@ -228,7 +228,7 @@ class _FusedExperts:
         """Weighted sum of each token's experts into ``output`` (T, H), a partial sum under TP and EP."""
         rows = hidden_states.shape[0]
         reason = self.reason or self._why_not_call(topk_weights, topk_ids, apply_router_weight_on_input)
-        lora, lora_ids = self._lora(rows)
+        lora, lora_ids = self._lora(rows) if reason is None else (None, None)
         limit = self.limit(lora is not None)
         if reason is not None:
             if self.promised:

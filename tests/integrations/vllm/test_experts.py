@@ -139,6 +139,20 @@ def test_large_batches_go_to_vllm(harness, served, monkeypatch):
         monkeypatch.setattr(experts, name, 5)
 
 
+def test_a_map_of_slots_that_is_not_there_is_not_looked_for(harness, served, monkeypatch):
+    """Experts without a bank leave the call to vLLM's, whatever its LoRA wrapper keeps."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    runner = served.model.moe_layers[0]
+    experts = runner.routed_experts.quant_method.moe_kernel.impl.fused_experts
+    seen = []
+    monkeypatch.setattr(TritonExperts, "apply", lambda self, **k: seen.append(len(k["hidden_states"])))
+    monkeypatch.setattr(experts, "no_bank", "its wrapper keeps no map from tokens to slots on the device")
+    monkeypatch.setattr(experts._lora_context, "punica_wrapper", object())
+    harness.run_experts(runner, served.x, *served.routing)
+    assert seen == [6]
+
+
 def test_buffers_of_vllms_are_there_before_they_are_locked(harness, served, monkeypatch):
     """A profiling run has adapters, and so may be ours where the same batch without them is vLLM's."""
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
