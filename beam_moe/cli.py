@@ -21,6 +21,17 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, rich
 
 PACKAGES = ("beam-moe", "torch", "triton", "vllm", "megatron-core", "megatron-bridge", "transformers")
 
+LAYER_COLUMNS = {
+    "layer": "layer",
+    "experts": "experts",
+    "ours up to": "ours_up_to_tokens",
+    "with adapters": "with_adapters_up_to_tokens",
+    "LoRA": "lora",
+    "router up to": "router_up_to_tokens",
+    "why not": "reason",
+}
+"""Columns of `doctor` for the layers of a worker, with the keys of its report."""
+
 
 @app.callback()
 def main() -> None:
@@ -185,11 +196,8 @@ def doctor(
         except OSError as error:
             raise typer.BadParameter(f"doctor: no answer from {url!r}: {error}") from error
         for rank, worker in enumerate(workers):
-            keys = ["layer", "experts", "ours_up_to_tokens", "with_adapters_up_to_tokens", "lora"]
-            keys.append("router_up_to_tokens")
-            rows = [[*(layer.get(key) for key in keys), layer["reason"]] for layer in worker["layers"]]
-            columns = ["layer", "experts", "ours up to", "with adapters", "LoRA", "router up to", "why not"]
-            _table(f"Worker {rank}", columns, rows)
+            rows = [[layer.get(key) for key in LAYER_COLUMNS.values()] for layer in worker["layers"]]
+            _table(f"Worker {rank}", list(LAYER_COLUMNS), rows)
             _table(
                 "calls", ["path", "detail", "calls"], [[c["path"], c["detail"], c["calls"]] for c in worker["calls"]]
             )

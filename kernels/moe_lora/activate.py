@@ -125,19 +125,22 @@ def _adapt_row(
     g, u, bg, bu, t_row, t_plane, r, live, RANK: tl.constexpr, NA: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
     """`_adapt` of one row."""
-    t = tl.load(t_row + r, mask=r < live, other=0.0)
+    t = _row_of_t(t_row + r, r < live, t_plane, SPLITS)
     t_up = t
-    if NA == 2:
-        t_up = tl.load(t_row + RANK + r, mask=r < live, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        t += tl.load(t_row + split * t_plane + r, mask=r < live, other=0.0)
-        if NA == 2:
-            t_up += tl.load(t_row + split * t_plane + RANK + r, mask=r < live, other=0.0)
-    if NA == 1:
-        t_up = t
+    if NA == 2:  # asked for before the first sum, whose barrier it would wait behind
+        t_up = _row_of_t(t_row + RANK + r, r < live, t_plane, SPLITS)
     g += tl.sum(bg.to(tl.float32) * t[None, :], 1)
     u += tl.sum(bu.to(tl.float32) * t_up[None, :], 1)
     return g, u
+
+
+@triton.jit
+def _row_of_t(t_ptrs, mask, stride_split, SPLITS: tl.constexpr):
+    """`_load_t` of one row."""
+    t = tl.load(t_ptrs, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        t += tl.load(t_ptrs + split * stride_split, mask=mask, other=0.0)
+    return t
 
 
 @triton.jit

@@ -108,7 +108,7 @@ class MoEConfig:
             down_block_k=min(64, max(16, triton.next_power_of_2(inter))),
             down_warps=8 if big else 4,
             down_stages=4 if big else 2 if inter <= 512 else 3,
-            down_tiles=8 if big else 8 if inter <= 512 else 2,
+            down_tiles=8 if big or inter <= 512 else 2,
             down_whole=inter <= 512 and not big,
             combine_block_h=min(1024 if big else 256, triton.next_power_of_2(hidden)),
             combine_warps=8 if big else 4,
