@@ -79,6 +79,7 @@ def register() -> None:
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     register_quantization()
     replay.allow_pipeline_parallelism()
+    weight_sync.load_on_every_rank_or_none()
     kv_reuse.tell_generations_apart()
     weight_sync.refuse_requests_between_versions()
     asked = env.vllm_models()

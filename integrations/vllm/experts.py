@@ -1,7 +1,9 @@
 """vLLM's modular MoE experts on beam-moe's fused layer: decode by `fused_moe`, larger batches by vLLM's own experts.
 
-Which of the two runs depends on the number of tokens alone, never on whether LoRA is on or a row has an adapter, so a
-bare row's result does not change when an adapter is loaded.
+Which of the two runs depends on the number of tokens and on whether a row of the batch has an adapter, not on whether
+LoRA is on or an adapter is loaded: a batch of bare rows gives the same bits with and without. Between
+``BEAM_MOE_VLLM_TOKENS`` and ``BEAM_MOE_VLLM_LORA_TOKENS`` tokens a bare row beside one with an adapter is ours, in a
+batch of bare rows vLLM's; with data parallelism, where other replicas' rows are not known beforehand, ours in both.
 """
 
 from __future__ import annotations

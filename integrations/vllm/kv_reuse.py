@@ -3,8 +3,9 @@
 vLLM's block hashes know an adapter's name and path. ``load_inplace`` keeps both and replaces the weights, and a file
 may change between two loads of one path, so with prefix caching a prompt seen before would be answered from the old
 adapter's KV. Here every replacement gives the adapter a new generation in the hash, in the engine's own process,
-whatever client asked for it: a load in place, a removal, and an adapter sent by `weight_sync`. Requests that wait
-meanwhile are hashed again; those that run keep the blocks they have.
+whatever client asked for it: a load in place, a removal, and an adapter sent by `weight_sync`. The hash knows the
+number too: vLLM's server unloads an adapter by forgetting its number, which the engine does not hear of. Requests that
+wait meanwhile are hashed again; those that run keep the blocks they have.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ def tell_generations_apart() -> None:
 
     @wraps(add_lora)
     def adding(self: Any, lora_request: Any) -> bool:
-        result = add_lora(self, lora_request)
-        if lora_request.load_inplace:
-            replaced(self, lora_request.lora_int_id)
-        return result
+        try:
+            return add_lora(self, lora_request)
+        finally:  # also after an error: some workers may have done it
+            if lora_request.load_inplace:
+                replaced(self, lora_request.lora_int_id)
 
     @wraps(remove_lora)
     def removing(self: Any, lora_id: int) -> bool:
@@ -92,7 +94,7 @@ def tell_generations_apart() -> None:
         setattr(request, NOTED, generations[_name(lora)])
         # a request that itself loads in place may bring other weights every time: it shares blocks with no other
         version = request.request_id if lora.load_inplace else generations[_name(lora)]
-        return [(kind, name, f"{path}#{version}" if version else path) for kind, name, path in hash_keys(request)]
+        return [(kind, name, f"{path}#{lora.lora_int_id}#{version}") for kind, name, path in hash_keys(request)]
 
     keys.__beam_moe__ = True  # type: ignore[attr-defined]
     EngineCore.add_lora, EngineCore.remove_lora = adding, removing  # type: ignore[method-assign]

@@ -297,9 +297,26 @@ SEAMS: tuple[Seam, ...] = (
         "lora/worker_manager.py",
         "WorkerLoRAManager._load_adapter",
         ("self", "lora_request"),
+        "attribute",
+        "reads hf_to_vllm_mapper, lora_skip_prefixes and packed_modules_mapping from the model and the manager; finds"
+        " an adapter from memory again that vLLM has dropped",
+        "LoRARequest carries tensors",
+    ),
+    Seam(
+        "lora/worker_manager.py",
+        "LRUCacheWorkerLoRAManager.add_adapter",
+        ("self", "lora_request"),
         "read",
-        "reads hf_to_vllm_mapper, lora_skip_prefixes and packed_modules_mapping from the model and the manager",
-        "never",
+        "what weight_sync.put_adapter does with tensors from memory, and in two steps with a folder's",
+        "as above",
+    ),
+    Seam(
+        "lora/worker_manager.py",
+        "WorkerLoRAManager.remove_adapter",
+        ("self", "adapter_id"),
+        "attribute",
+        "forgets an adapter from memory",
+        "as above",
     ),
     Seam(
         "lora/lora_model.py",
@@ -396,7 +413,16 @@ SEAMS: tuple[Seam, ...] = (
         "EngineCore.add_lora",
         ("self", "lora_request"),
         "wrap",
-        "counts loads in place for the block hashes",
+        "counts loads in place for the block hashes; reads an adapter on every rank before any replaces one, and takes"
+        " it back where a rank fails",
+        "hashes know an adapter's generation, and a rank that refuses leaves the others as they are",
+    ),
+    Seam(
+        "v1/executor/abstract.py",
+        "Executor.collective_rpc",
+        ("self", "method", "timeout", "args", "kwargs", "non_block"),
+        "read",
+        "runs a function of ours on each worker, for the above",
         "as above",
     ),
     Seam(
@@ -405,7 +431,7 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "lora_id"),
         "wrap",
         "what is loaded under this number and path next may be other weights: counted too",
-        "as above",
+        "hashes know an adapter's generation",
     ),
     Seam(
         "v1/engine/core.py",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -30,6 +30,8 @@ PIECE = 512 << 20
 """Most bytes of tensors in one message."""
 PARTLY = "base weights are partly replaced, no request is served until a whole reload has gone through"
 """In the error of a reload that failed once it had begun, and of every use of the engine after it."""
+IN_MEMORY = "/beam-moe/in-memory/"
+"""Start of the path in requests for an adapter that came from memory."""
 
 
 def pieces(
@@ -125,18 +127,25 @@ class WeightSync:
         if prepared is None or prepared.id != number:
             prepared = read_adapter(manager, number, self._staged(key), config)
         else:
-            self.__dict__.setdefault("_beam_moe_before", {})[key] = loaded_adapters(manager)
+            before = (*loaded_adapters(manager), sent_adapters(manager).get(number))
+            self.__dict__.setdefault("_beam_moe_before", {})[key] = before
         changed = sorted(prepared.loras)
         put_adapter(manager, prepared)
+        sent_adapters(manager)[number] = prepared
         return changed
 
     def beam_moe_restore_adapter(self, key: str, number: int) -> None:
         """Undo a `beam_moe_load_adapter` that failed on this rank or another, half done or whole."""
         before = self.__dict__.get("_beam_moe_before", {}).pop(key, None)
         if before is not None:
+            *loaded, sent = before
             manager = self._lora_manager()
             manager._adapter_manager.remove_adapter(number)
-            put_back(manager, *before)
+            put_back(manager, *loaded)
+            if sent is None:
+                sent_adapters(manager).pop(number, None)
+            else:
+                sent_adapters(manager)[number] = sent
 
     def beam_moe_check_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> None:
         """What `beam_moe_update_weights` checks before it loads anything, of tensors that stay staged.
@@ -479,6 +488,75 @@ def put_adapter(manager: Any, lora: Any) -> None:
     inner.activate_adapter(lora.id)
 
 
+def sent_adapters(manager: Any) -> dict[int, Any]:
+    """The ``LoRAModel`` of every adapter that came from memory and was not removed, by number.
+
+    vLLM drops adapters for others (``max_cpu_loras``) and when base weights are replaced, and reads them anew once a
+    request names them. One from memory has no folder: it is taken from here then.
+    """
+    sent: dict[int, Any] | None = manager.__dict__.get("_beam_moe_sent")
+    if sent is not None:
+        return sent
+    sent = manager._beam_moe_sent = {}
+    read, remove = manager._load_adapter, manager.remove_adapter
+
+    def load_adapter(request: Any) -> Any:
+        lora = sent.get(request.lora_int_id) if request.lora_path.startswith(IN_MEMORY) else None
+        return read(request) if lora is None else lora
+
+    def remove_adapter(number: int) -> bool:
+        sent.pop(number, None)
+        return remove(number)
+
+    manager._load_adapter, manager.remove_adapter = load_adapter, remove_adapter
+    return sent
+
+
+# --- adapters from a folder, in the worker
+
+
+def load_step(worker: Any, step: str, request: Any) -> tuple[Any, str | None]:
+    """A step of `load_on_every_rank_or_none`; its result and None, or None and the text of its error."""
+    try:
+        worker.model_runner._ensure_lora_enabled()
+        return LOAD_STEPS[step](worker.model_runner.lora_manager, request), None
+    except Exception as error:
+        log.exception("loading an adapter: %s failed", step)
+        return None, str(error) or type(error).__name__
+
+
+def _read(manager: Any, request: Any) -> None:
+    held = request.lora_int_id in manager.list_adapters() and not request.load_inplace
+    manager._beam_moe_read = None if held else manager._load_adapter(request)
+
+
+def _load(manager: Any, request: Any) -> bool:
+    if manager._beam_moe_read is None:
+        return manager.add_adapter(request)
+    manager._beam_moe_replaced = loaded_adapters(manager)
+    put_adapter(manager, manager._beam_moe_read)
+    return True
+
+
+def _forget(manager: Any, request: Any) -> tuple[list[Any], list[int]] | None:
+    manager.__dict__.pop("_beam_moe_read", None)
+    return manager.__dict__.pop("_beam_moe_replaced", None)
+
+
+def _take_back(manager: Any, request: Any) -> None:
+    before = _forget(manager, request)
+    if before is not None:
+        manager._adapter_manager.remove_adapter(request.lora_int_id)
+        put_back(manager, *before)
+
+
+def _end(manager: Any, request: Any) -> None:
+    _forget(manager, request)
+
+
+LOAD_STEPS: dict[str, Callable[[Any, Any], Any]] = {"read": _read, "load": _load, "take back": _take_back, "end": _end}
+
+
 # --- at the caller
 
 
@@ -505,7 +583,7 @@ class AdapterSync:
 
         if self.generation == 0:
             raise ValueError(f"AdapterSync: {self.name} has not been sent yet")
-        return LoRARequest(self.name, self.number, f"/beam-moe/in-memory/{self.name}/{self.generation}")
+        return LoRARequest(self.name, self.number, f"{IN_MEMORY}{self.name}/{self.generation}")
 
     def _calls(self, tensors: Any, config: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
         key = f"adapter/{self.number}"
@@ -637,6 +715,37 @@ async def sync_weights_async(engine: Any, tensors: Any, routers: dict[str, Any] 
 
 
 # --- in the engine's own process
+
+
+def load_on_every_rank_or_none() -> None:
+    """Wrap the engine's loading of an adapter from a folder, as ``load_lora_adapter`` asks for it. Re-entrant.
+
+    vLLM lets each rank load by itself: where one refuses, others serve the new version under the name of the old one,
+    and the answers of the ranks behind it are taken for those to later calls, of which the next step may be one.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    add_lora = EngineCore.add_lora
+    if getattr(add_lora, "__beam_moe_steps__", False):
+        return
+
+    @wraps(add_lora)
+    def adding(self: Any, lora_request: Any) -> bool:
+        def every_rank(step: str) -> list[Any]:
+            answers = self.model_executor.collective_rpc(load_step, args=(step, lora_request))
+            return _answers("beam_moe_attempt", answers)
+
+        try:
+            every_rank("read")
+            loaded = all(every_rank("load"))
+        except Exception:
+            every_rank("take back")
+            raise
+        every_rank("end")
+        return loaded
+
+    adding.__beam_moe_steps__ = True  # type: ignore[attr-defined]
+    EngineCore.add_lora = adding  # type: ignore[method-assign]
 
 
 def refuse_requests_between_versions() -> None:

@@ -13,6 +13,11 @@ LIMIT = 2e-3
 CONFIG = {"r": 4, "lora_alpha": 8}
 
 
+def call(worker, method, args, kwargs):
+    """As vLLM's workers take a call: a method's name, or a function of a worker."""
+    return (method if callable(method) else getattr(type(worker), method))(worker, *args, **(kwargs or {}))
+
+
 class Engine:
     """`LLM` and `AsyncLLM` as far as a trainer uses them: calls every worker, resets the prefix cache."""
 
@@ -20,7 +25,7 @@ class Engine:
         self.workers, self.resets, self.resettable = workers, 0, True
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        return [getattr(w, method)(*args, **(kwargs or {})) for w in self.workers]
+        return [call(w, method, args, kwargs) for w in self.workers]
 
     def reset_prefix_cache(self):
         self.resets += 1
@@ -38,7 +43,7 @@ class QueuedEngine(Engine):
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         for queue, worker in zip(self.queues, self.workers):
             try:
-                queue.append((True, getattr(worker, method)(*args, **(kwargs or {}))))
+                queue.append((True, call(worker, method, args, kwargs)))
             except Exception as error:
                 queue.append((False, error))
         answers = []
@@ -72,8 +77,9 @@ def engine(harness, tmp_path):
             """The runner's part of `reload_weights`, on vLLM's real in-place reload."""
 
             model_runner = SimpleNamespace(
-                lora_manager=manager, get_model=lambda: model, execute_model=lambda scheduled: "ran"
-            )
+                lora_manager=manager, get_model=lambda: model, execute_model=lambda scheduled: "ran",
+                _ensure_lora_enabled=lambda: None,
+            )  # fmt: skip
 
             def reload_weights(self, weights_iterator):
                 with set_current_vllm_config(config):
@@ -287,6 +293,113 @@ def test_a_first_adapter_that_one_rank_fails_to_load_is_on_none(harness, engine,
     assert not engine.manager.list_adapters() and set(inner.lora_index_to_id) == {None}
 
 
+def test_an_adapter_from_memory_is_found_again(harness, tmp_path):
+    """vLLM drops one for another and at its own reload; a request for it has no folder to read it from."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync, WeightSync
+
+    config = harness.engine_config(harness.write_config(tmp_path / "m"))
+    config.lora_config.max_loras = config.lora_config.max_cpu_loras = 1
+    with harness.built(config) as (model, manager):
+        worker = WeightSync()
+        worker.model_runner = SimpleNamespace(lora_manager=manager)
+        llm, here = Engine(worker), SimpleNamespace(model=model, manager=manager)
+        first, second = AdapterSync("first", 1), AdapterSync("second", 2)
+        first.update(llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+        second.update(llm, harness.adapter_tensors("per_expert", seed=1), CONFIG)
+        assert manager.list_adapters() == {2}
+        manager.add_adapter(first.request)  # as a step does with the requests of its batch
+        assert manager.list_adapters() == {1} and difference(harness, here, 0) < LIMIT
+        first.update(llm, harness.adapter_tensors("per_expert", seed=2), CONFIG)
+        manager.remove_all_adapters()  # as vLLM's `reload_weights` and `finish_weight_update` do
+        manager.add_adapter(first.request)
+        assert difference(harness, here, 2) < LIMIT, "the last version"
+        folder = harness.request(harness.write_adapter(tmp_path / "a", "per_expert", seed=3), 1, load_inplace=True)
+        manager.add_adapter(folder)
+        assert difference(harness, here, 3) < LIMIT, "a folder under the same number is read"
+        manager.remove_adapter(1)
+        with pytest.raises(Exception, match="No adapter found for /beam-moe/in-memory/first/2"):
+            manager.add_adapter(first.request)
+
+
+def test_a_version_taken_back_is_not_found_again(harness, engine, monkeypatch):
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    sync = AdapterSync("policy", 1)
+    sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+    worker = type(engine.llm.workers[0])
+    load = worker.beam_moe_load_adapter
+
+    def load_and_fail(self, *args):
+        load(self, *args)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(worker, "beam_moe_load_adapter", load_and_fail)
+    with pytest.raises(ValueError, match="no memory"):
+        sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=1), CONFIG)
+    engine.manager.remove_all_adapters()
+    engine.manager.add_adapter(sync.request)
+    assert difference(harness, engine, 0) < LIMIT
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("fails", ["_load_adapter", "activate_adapter"])
+def test_a_folder_that_one_rank_refuses_reaches_none(harness, engine, core, tmp_path, fails, first):
+    """`load_lora_adapter` with several ranks: the version before stays on all of them, the executor in step."""
+    from beam_moe.integrations.vllm.weight_sync import load_on_every_rank_or_none
+
+    class Rank:
+        """A rank that may refuse an adapter as it reads it, or fail once it has begun to load it."""
+
+        failing = None
+
+        def __init__(self):
+            self.model_runner = SimpleNamespace(lora_manager=self, _ensure_lora_enabled=lambda: None)
+            self._adapter_manager, self.capacity, self.lora_index_to_id = self, 2, []
+            self.held, self._registered_adapters = {}, SimpleNamespace(cache={})
+
+        def _load_adapter(self, request):
+            self.fail("_load_adapter")
+            return SimpleNamespace(id=request.lora_int_id)
+
+        def activate_adapter(self, number):
+            self.fail("activate_adapter")
+
+        def fail(self, name):
+            if self.failing == name:
+                raise ValueError("this rank refuses")
+
+        def list_adapters(self):
+            return set(self.held)
+
+        def add_adapter(self, lora):
+            self.held[lora.id] = lora
+
+        def remove_adapter(self, number):
+            self.held.pop(number, None)
+
+        def __len__(self):
+            return len(self.held)
+
+    load_on_every_rank_or_none()
+    rank, worker = Rank(), engine.llm.workers[0]
+    queued = QueuedEngine(*((rank, worker) if first else (worker, rank)))
+    core.model_executor = queued
+
+    def load(seed, **options):
+        path = harness.write_adapter(tmp_path / f"{seed}", "per_expert", seed=seed)
+        return core.add_lora(harness.request(path, 1, load_inplace=True, **options))
+
+    assert load(0)
+    rank.failing = fails
+    with pytest.raises(ValueError, match="^this rank refuses$"):
+        load(1)
+    assert difference(harness, engine, 0) < LIMIT
+    rank.failing = None
+    assert queued.collective_rpc(lambda worker: "rank") == ["rank", "rank"], "an answer left over"
+    assert load(2) and difference(harness, engine, 2) < LIMIT
+    assert not any(name.startswith("_beam_moe_re") for name in vars(engine.manager)), "memory of a version"
+
+
 # --- KV of old weights
 
 
@@ -307,8 +420,8 @@ def core(fake_hopper, monkeypatch):
     monkeypatch.setattr(kv_reuse, "hashed", type(kv_reuse.hashed)(set))
     core = object.__new__(EngineCore)
 
-    def rpc(method, *args):
-        return [([], None) if method == "beam_moe_attempt" else []]
+    def rpc(method, *args, **kwargs):
+        return [([], None) if callable(method) or method == "beam_moe_attempt" else []]
 
     executor = {"add_lora": lambda r: True, "remove_lora": lambda i: True, "collective_rpc": rpc}
     core.model_executor = SimpleNamespace(**executor, supported_tasks=("generate",))
@@ -328,6 +441,16 @@ def lora_request(path="/a", number=1, **options):
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", number, path, **options)
+
+
+def fails_as_a_folder(core):
+    def add_lora(request):
+        raise RuntimeError("no memory")
+
+    core.model_executor.add_lora = add_lora
+    core.model_executor.collective_rpc = lambda *_, **__: [(None, "no memory")]
+    with pytest.raises((ValueError, RuntimeError), match="no memory"):
+        core.add_lora(lora_request(load_inplace=True))
 
 
 def fails_on_one_rank(core, method, args):
@@ -356,9 +479,10 @@ def fails_on_one_rank(core, method, args):
         lambda core: core.collective_rpc("beam_moe_attempt", args=["beam_moe_restore_adapter", "adapter/1", 1]),
         lambda core: fails_on_one_rank(core, "beam_moe_attempt", ("beam_moe_load_adapter", "adapter/1", 1, {})),
         lambda core: fails_on_one_rank(core, "beam_moe_load_adapter", ("adapter/1", 1, {})),
+        fails_as_a_folder,
     ],
     ids=["in place", "in place, another path", "removed", "from memory", "from memory, by name", "an attempt",
-         "taken back", "an attempt that fails on one rank", "failed on one rank"],
+         "taken back", "an attempt that fails on one rank", "failed on one rank", "a folder, on one rank"],
 )  # fmt: skip
 def test_a_replaced_adapter_shares_no_block_with_the_one_before(core, replace):
     """Requests before and after, one that waits meanwhile, one on its way into the engine, and one that runs."""
@@ -384,6 +508,13 @@ def test_a_replaced_adapter_shares_no_block_with_the_one_before(core, replace):
 def test_requests_that_load_in_place_share_no_block(core):
     first, second = (core.request(name, lora_request(load_inplace=True)) for name in "ab")
     assert not set(first.block_hashes) & set(second.block_hashes)
+
+
+def test_another_number_shares_no_block(core):
+    """vLLM's server forgets an adapter that is unloaded without telling the engine; the next has a new number."""
+    before = core.request("a", lora_request())
+    core.add_lora(lora_request(number=2))
+    assert not set(core.request("b", lora_request(number=2)).block_hashes) & set(before.block_hashes)
 
 
 def test_other_calls_keep_blocks(core):
