@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,11 +54,12 @@ INNER, OUTER = "experts.base_layer", "experts"  # the two flat modules
 KEY = re.compile(
     r"(?P<module>.+?)\.(?P<kind>lora_[A-Za-z_]+)(?:\.(?P<name>(?!weight$|bias$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
 )
-LAYER = re.compile(r"(?:.*?\.)?layers\.(\d+)\.(.+)")
+# What the model's own layers may stand under: another stack beside them (mtp, a talker, a vision tower) is none of its.
+ROOT = r"(?:(?:base_model|model|module|_orig_mod|language_model|text_model|thinker|llm|transformer|decoder)\.)*layers\."
 BLOCK = r"(?:mlp|block_sparse_moe|feed_forward|moe|ffn)"
 EXPERTS = re.compile(BLOCK + r"\.experts(?:\.(.+))?")
 INDEXED = re.compile(r"(\d+)\.(\w+)")
-COMMON = re.compile(r"(?:.*?\.)?layers\.(\d+)\." + BLOCK + r"\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight")
+COMMON = re.compile(ROOT + r"(\d+)\." + BLOCK + r"\.experts\.(\d+)\.(\w+)\.lora_([AB])\.weight")
 
 # Modules beside the routed experts that a LoRA may be on, by their path inside a layer or at the top.
 ATTENTION_BLOCK = re.compile(r"(?:self_attn|attention|attn|linear_attn)\.(?:indexer\.)?(\w+)")
@@ -132,7 +134,8 @@ class _Peft:
                 _fail(f"adapter_config field {name} must not be text, got {config[name]!r}")
         self.raw = dict(config)
         self.given = given is not None
-        for name, why in self.REFUSED.items():
+        unknown = {n: "not known here" for n in config if str(n).startswith("use_") and n != "use_rslora"}
+        for name, why in {**unknown, **self.REFUSED}.items():
             if config.get(name):
                 _fail(f"adapter_config field {name} must be unset ({why}), got {config[name]!r}")
         if config.get("bias") not in (None, "none"):
@@ -254,7 +257,9 @@ def _strip(module: str) -> str:
 def _sort_keys(keys: Iterable[str], config: BeamMoEConfig) -> _Names:
     names = _Names()
     adapter_names: set[str] = set()
-    own = re.compile(re.escape(config.experts_path.partition("{layer}.")[2]) + r"(?:\.(.+))?")
+    head, _, block = config.experts_path.partition("{layer}.")
+    own = re.compile(re.escape(block) + r"(?:\.(.+))?")
+    layers = re.compile(rf"(?:{ROOT}|(?:{re.escape(PREFIX)})?{re.escape(head)})(\d+)\.(.+)")
     count, sparse, e_count = config.num_layers, config.sparse, config.num_experts
     for key in keys:
         if not isinstance(key, str):
@@ -283,7 +288,7 @@ def _sort_keys(keys: Iterable[str], config: BeamMoEConfig) -> _Names:
         if len(adapter_names) > 1:
             _fail(f"tensors must be of one adapter, got {key!r} among those of {sorted(adapter_names)}")
 
-        in_layer = LAYER.fullmatch(_strip(module))
+        in_layer = layers.fullmatch(module)
         if in_layer is None:
             if not TOP.fullmatch(_strip(module)):
                 _fail(f"no module of the model consumes {key!r}")
@@ -690,7 +695,11 @@ def _read(
             return load_file(weights), config
         except SafetensorError as error:
             raise ValueError(f"load_adapter: source must be safetensors, got {str(weights)!r} ({error})") from error
-    tensors = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        # a file of the format before torch 1.6 cannot be mapped
+        tensors = torch.load(weights, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(weights))
+    except Exception as error:  # of any type, by where a damaged file is damaged
+        raise ValueError(f"load_adapter: source must be tensors that torch.save wrote, got {str(weights)!r}") from error
     if not isinstance(tensors, Mapping):
         _fail(f"source must hold a mapping of tensors, got {type(tensors).__name__} in {str(weights)!r}")
     return tensors, config
@@ -755,6 +764,8 @@ def load_adapter(
                 t = tensors[key]
                 if not isinstance(t, torch.Tensor):
                     _fail(f"{key!r} must be a tensor, got {type(t).__name__}")
+                if t.is_meta or t.layout is not torch.strided:
+                    _fail(f"{key!r} must be a dense tensor in memory, got one on {t.device} of layout {t.layout}")
                 if t.dtype not in kinds:
                     if not t.dtype.is_floating_point or t.dtype.itemsize < 2:
                         _fail(f"{key!r} must be a floating-point tensor of 16 bits or more, got {t.dtype}")

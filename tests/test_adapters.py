@@ -362,8 +362,9 @@ def test_tensors_on_the_gpu_and_banks_on_the_gpu(fused):
 def test_pickled_weights_and_a_file_beside_its_configuration(tmp_path):
     t = per_expert(layers=(1,))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": R, "lora_alpha": R}))
-    torch.save(t, tmp_path / "adapter_model.bin")
-    check(load_adapter(tmp_path, CONFIG).experts[1], dense(t, 1))
+    for zipped in (True, False):  # the format before torch 1.6 is none
+        torch.save(t, tmp_path / "adapter_model.bin", _use_new_zipfile_serialization=zipped)
+        check(load_adapter(tmp_path, CONFIG).experts[1], dense(t, 1))
     check(load_adapter(str(folder(tmp_path / "f", t) / "adapter_model.safetensors"), CONFIG).experts[1], dense(t, 1))
 
 
@@ -516,6 +517,10 @@ STRAY = [
     f"{P}1.mlp.gate_proj.lora_A.weight",
     f"{P}1.mlp.shared_expert.gate_proj.lora_A.weight",
     f"{P}1.mlp.experts.0.gate_proj.weight",
+    f"{P.replace('layers', 'mtp.layers')}1.mlp.experts.0.gate_proj.lora_A.weight",
+    "base_model.model.mtp.layers.1.mlp.experts.0.gate_proj.lora_A.weight",
+    "talker.model.layers.1.mlp.experts.0.gate_proj.lora_A.weight",
+    "base_model.model.visual.layers.1.self_attn.q_proj.lora_A.weight",
     "base_model.model.classifier.lora_A.weight",
     "something",
 ]
@@ -526,6 +531,13 @@ def test_a_tensor_that_nothing_consumes_is_refused_by_name(key):
     """Expert tensors that were accepted and ignored once made an RL run sample its base model."""
     with pytest.raises(ValueError, match=re.escape(key)):
         load_adapter({**per_expert(), key: torch.zeros(R, H)}, CONFIG)
+
+
+def test_layers_under_any_wrapper_of_the_model_and_under_its_own_path_are_its_own():
+    wrapped = {k.replace(P, "base_model.model.model.language_model.layers."): v for k, v in per_expert().items()}
+    assert sorted(load_adapter(wrapped, CONFIG).experts) == [1, 2]
+    own = CONFIG.with_(experts_path="mtp.h.{layer}.mlp.experts")
+    assert sorted(load_adapter({k.replace(P, "mtp.h."): v for k, v in per_expert().items()}, own).experts) == [1, 2]
 
 
 def test_missing_tensors_are_refused_by_name():
@@ -607,6 +619,7 @@ def test_two_layouts_at_once_are_refused():
         ("modules_to_save", ["lm_head"]),
         ("trainable_token_indices", [5]),
         ("use_qalora", True),
+        ("use_some_new_method", True),
         ("fan_in_fan_out", True),
         ("bias", "all"),
         ("peft_type", "LOHA"),
@@ -653,6 +666,9 @@ def test_types_and_arguments_are_checked():
         load_adapter({**t, FIRST: t[FIRST].to(torch.float8_e4m3fn)}, CONFIG)
     with pytest.raises(ValueError, match=re.escape(FIRST) + ".* must be a tensor"):
         load_adapter({**t, FIRST: t[FIRST].numpy()}, CONFIG)
+    for t_ in (t[FIRST].to("meta"), t[FIRST].to_sparse()):
+        with pytest.raises(ValueError, match=re.escape(FIRST) + ".* must be a dense tensor in memory"):
+            load_adapter({**t, FIRST: t_}, CONFIG)
     with pytest.raises(ValueError, match="dtype must be one of .* got torch.float64"):
         load_adapter({**t, FIRST: t[FIRST].double()}, CONFIG)
     with pytest.raises(ValueError, match="max_rank must be a positive integer, got 0"):
@@ -840,10 +856,15 @@ def test_arguments_of_another_type_are_named():
         ("adapter_config.json", b"null", "adapter_config.json must be a JSON object, got None"),
         ("adapter_model.safetensors", b"", "source must be safetensors"),
         ("adapter_model.safetensors", b"version https://git-lfs", "source must be safetensors"),
+        ("adapter_model.bin", b"", "source must be tensors that torch.save wrote"),
+        ("adapter_model.bin", b"junk", "source must be tensors that torch.save wrote"),
+        ("adapter_model.bin", b"PK\x03\x04" + b"0" * 64, "source must be tensors that torch.save wrote"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, text, message):
     folder(tmp_path, per_expert(), r=R)
+    if name.endswith(".bin"):
+        (tmp_path / "adapter_model.safetensors").unlink()
     (tmp_path / name).write_bytes(text)
     with pytest.raises(ValueError, match=f"^load_adapter: {message}"):
         load_adapter(tmp_path, CONFIG)
