@@ -497,6 +497,14 @@ SEAMS: tuple[Seam, ...] = (
         "requests are refused one by one while a failed full-weight sync left weights of two versions",
         "as for GPUModelRunner.execute_model",
     ),
+    Seam(
+        "v1/engine/core.py",
+        "EngineCore.reset_prefix_cache",
+        ("self", "reset_running_requests", "reset_connector"),
+        "read",
+        "no KV of the old base weights after a full-weight sync, running requests and KV connectors included",
+        "never",
+    ),
 )
 
 

@@ -30,6 +30,9 @@ PIECE = 512 << 20
 """Most bytes of tensors in one message."""
 PARTLY = "base weights are partly replaced, no request is served until a whole reload has gone through"
 """In the error of a reload that failed once it had begun, and of every use of the engine after it."""
+EVERY_KV = {"reset_running_requests": True, "reset_connector": True}
+"""For ``reset_prefix_cache``: running requests start over with the tokens they have, KV kept elsewhere goes too."""
+KV_STAYS = "weight sync: the prefix cache could not be reset; KV of the old weights would be reused"
 IN_MEMORY = "/beam-moe/in-memory/"
 """Start of the path in requests for an adapter that came from memory."""
 
@@ -644,15 +647,22 @@ class AdapterSync:
 
 def _weight_calls(
     tensors: Any, routers: dict[str, Any] | None
-) -> tuple[list[tuple[str, tuple[Any, ...]]], dict[str, Any]]:
+) -> tuple[Iterator[tuple[str, tuple[Any, ...]]], dict[str, Any]]:
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
-    named = [(plain_name(n), t) for n, t in items]
-    stated = declare_routers(named) if routers is None else {plain_name(n): d for n, d in routers.items()}
-    calls: list[tuple[str, tuple[Any, ...]]] = [("beam_moe_discard", ("weights",))]
-    calls += [("beam_moe_attempt", ("beam_moe_stage", "weights", piece)) for piece in pieces(named)]
-    for method in ("beam_moe_check_weights", "beam_moe_update_weights"):
-        calls.append(("beam_moe_attempt", (method, "weights", stated)))
-    return calls, stated
+    named: Iterable[tuple[str, torch.Tensor]] = ((plain_name(n), t) for n, t in items)
+    if routers is None:
+        named = list(named)
+        routers = declare_routers(named)
+    stated = {plain_name(n): d for n, d in routers.items()}
+
+    def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+        yield "beam_moe_discard", ("weights",)
+        for piece in pieces(named):  # one at a time: a checkpoint may be most of the host's memory
+            yield "beam_moe_attempt", ("beam_moe_stage", "weights", piece)
+        for method in ("beam_moe_check_weights", "beam_moe_update_weights"):
+            yield "beam_moe_attempt", (method, "weights", stated)
+
+    return calls(), stated
 
 
 def first_error(results: Iterable[tuple[Any, str | None]]) -> str | None:
@@ -682,6 +692,9 @@ def _all_compared(results: list[list[str]], stated: Mapping[str, Any]) -> None:
 def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) -> None:
     """Replace an engine's base weights, check every router on the engine's side, drop the KV of the old weights.
 
+    Requests that run meanwhile start over, by the new weights, with the tokens they have. Each worker holds the whole
+    checkpoint in host memory until it is loaded.
+
     Args:
         llm: an ``LLM``.
         tensors: the whole checkpoint, plain checkpoint names or PEFT's with ``base_layer``; left as they are.
@@ -698,8 +711,8 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
     results: list[list[str]] = []
     for method, args in calls:
         results = _answers(method, llm.collective_rpc(method, args=args))
-    if not llm.reset_prefix_cache():
-        raise ValueError("sync_weights: the prefix cache could not be reset; KV of the old weights would be reused")
+    if not llm.reset_prefix_cache(**EVERY_KV):
+        raise ValueError(KV_STAYS)
     _all_compared(results, stated)
 
 
@@ -709,8 +722,8 @@ async def sync_weights_async(engine: Any, tensors: Any, routers: dict[str, Any] 
     results: list[list[str]] = []
     for method, args in calls:
         results = _answers(method, await engine.collective_rpc(method, args=args))
-    if not await engine.reset_prefix_cache():
-        raise ValueError("sync_weights: the prefix cache could not be reset; KV of the old weights would be reused")
+    if not await engine.reset_prefix_cache(**EVERY_KV):
+        raise ValueError(KV_STAYS)
     _all_compared(results, stated)
 
 
@@ -750,7 +763,7 @@ def load_on_every_rank_or_none() -> None:
 
 def refuse_requests_between_versions() -> None:
     """Wrap the engine's calls of its workers and its taking of requests: none is taken while base weights are partly
-    replaced, nor is that known to some workers only. Re-entrant."""
+    replaced, nor is that known to some workers only, and new base weights meet no KV of the old ones. Re-entrant."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.core import EngineCore
 
@@ -773,6 +786,8 @@ def refuse_requests_between_versions() -> None:
             raise
         if updates:
             self._beam_moe_refusal = None
+            if not self.reset_prefix_cache(**EVERY_KV):  # here, before another step runs
+                raise ValueError(KV_STAYS)
         return result
 
     @wraps(preprocess)

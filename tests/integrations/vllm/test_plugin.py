@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,38 @@ def test_every_seam_says_why_and_until_when():
     assert all(
         s.why and s.until and s.kind in {"registry", "subclass", "attribute", "wrap", "read"} for s in seams.SEAMS
     )
+
+
+def test_the_serving_example_is_what_vllm_accepts(harness):
+    """Everything that the README has a reader paste, by vLLM's own parsers."""
+    import ast
+    import re
+    import shlex
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    text = (Path(seams.__file__).parent / "README.md").read_text()
+    command = re.search(r"vllm serve (.*?)\n```", text, re.S)[1].replace("\\\n", "")
+    parser = make_arg_parser(FlexibleArgumentParser())
+    flags = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--model", "--url"}  # of `beam-moe doctor`
+    assert len(flags) > 12 and not flags - set(parser._option_string_actions)
+    for more in ("", " --nnodes 2 --master-addr first --node-rank 1 --headless", " --quantization mxfp8"):
+        args = parser.parse_args(shlex.split(command + more))
+        validate_parsed_serve_args(args)
+    assert [(m.name, m.path) for m in args.lora_modules] == [("policy", "/adapters/step-100")]
+    assert hasattr(resolve_obj_by_qualname(args.worker_extension_cls), "beam_moe_report")
+    bodies = [ast.literal_eval(b.replace("true", "True")) for b in re.findall(r"-d '(.*?)'", text)]
+    update = bodies.pop()
+    assert LoadLoRAAdapterRequest(**update).load_inplace and set(update) <= set(LoadLoRAAdapterRequest.model_fields)
+    assert [b["model"] for b in bodies] == ["policy", args.model_tag]
+    snippet = ast.parse(re.search(r"```python\n(.*?)```", text, re.S)[1])
+    calls = [n for n in ast.walk(snippet) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "LLM"]
+    assert {k.arg for k in calls[0].keywords} <= {f.name for f in fields(EngineArgs)}
 
 
 # --- backends

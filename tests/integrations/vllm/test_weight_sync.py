@@ -27,7 +27,8 @@ class Engine:
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         return [call(w, method, args, kwargs) for w in self.workers]
 
-    def reset_prefix_cache(self):
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        assert reset_running_requests and reset_connector, "KV of the old weights"
         self.resets += 1
         return self.resettable
 
@@ -59,8 +60,8 @@ class AsyncEngine(Engine):
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         return super().collective_rpc(method, timeout, args, kwargs)
 
-    async def reset_prefix_cache(self):
-        return super().reset_prefix_cache()
+    async def reset_prefix_cache(self, **options):
+        return super().reset_prefix_cache(**options)
 
 
 @pytest.fixture
@@ -426,7 +427,15 @@ def core(fake_hopper, monkeypatch):
     executor = {"add_lora": lambda r: True, "remove_lora": lambda i: True, "collective_rpc": rpc}
     core.model_executor = SimpleNamespace(**executor, supported_tasks=("generate",))
     requests = {}
-    core.scheduler = SimpleNamespace(requests=requests, add_request=lambda r: requests.setdefault(r.request_id, r))
+    core.resets, core.resettable = [], True
+
+    def reset(*given):
+        core.resets.append(given)
+        return core.resettable
+
+    core.scheduler = SimpleNamespace(
+        requests=requests, add_request=lambda r: requests.setdefault(r.request_id, r), reset_prefix_cache=reset
+    )
     hasher = kv_cache_utils.get_request_block_hasher(4, sha256)
 
     def request(name, lora):
@@ -926,6 +935,11 @@ def test_requests_between_two_versions_are_refused(core, monkeypatch, attempt):
     for _ in range(2):
         with pytest.raises(VLLMValidationError, match=f"no memory; {PARTLY}"):
             core.preprocess_add_request(request)
+    assert not core.resets
     answer(None, None)
     send()
     assert core.preprocess_add_request(request)[0].request_id == "r"
+    assert core.resets == [(True, True)], "KV of the old weights, which running requests and connectors hold too"
+    core.resettable = False
+    with pytest.raises(ValueError, match="KV of the old weights"):
+        send()
