@@ -9,7 +9,6 @@ BENCH = ["matplotlib>=3.8"]
 DEV = [
     "hypothesis>=6.100",
     "mypy>=1.11",
-    "numpy>=1.26",
     "pre-commit>=3.8",
     "pre-commit-hooks>=5.0",
     "pytest>=8.2",
@@ -33,6 +32,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "triton>=3.6; platform_system == 'Linux'",
+        "numpy>=1.26",  # of Triton's interpreter and of safetensors' writing, neither of which asks for it
         "safetensors>=0.4.3",
         "rich>=13",
         "typer>=0.12",

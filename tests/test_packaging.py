@@ -1,8 +1,12 @@
 """What is installed: the import map, the wheel's contents, and an import that needs nothing but torch."""
 
+import contextlib
+import email
 import importlib.metadata
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -79,6 +83,46 @@ def test_wheel_metadata(wheel):
     points = wheel.read(metadata.replace("METADATA", "entry_points.txt")).decode()
     assert "[vllm.general_plugins]\nbeam_moe = beam_moe.integrations.vllm:register" in points
     assert any(n.endswith("/LICENSE") for n in wheel.namelist())
+
+
+def test_a_plain_install_has_all_that_the_library_uses(wheel, tmp_path):
+    """With no package but those that ours and theirs ask for, extras left out, an adapter is written, read and run."""
+    (metadata,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    asked = email.message_from_bytes(wheel.read(metadata)).get_all("Requires-Dist")
+    there, names = {"beam-moe", "setuptools", "pip"}, [r for r in asked if "extra ==" not in r]
+    while names:
+        name = re.match(r"[\w.-]+", names.pop())[0].lower().replace("_", "-")
+        if name not in there:
+            there.add(name)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of another platform
+                names += [r for r in importlib.metadata.requires(name) or () if "extra ==" not in r]
+    code = """
+import importlib.metadata, sys
+there, owners = set(sys.argv[1].split()), importlib.metadata.packages_distributions()
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        of = {d.lower().replace("_", "-") for d in owners.get(name.split(".")[0], ())}
+        if of and not of & there:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Refuse())
+import torch
+from beam_moe import BeamMoEConfig, export_adapter, load_adapter
+from beam_moe.kernels.moe_lora import fused_moe
+import beam_moe.cli
+config = BeamMoEConfig(hidden=16, intermediate=16, num_experts=2, top_k=1, sparse=(True,))
+factors = {f"layers.0.mlp.experts.{e}.{p}_proj.lora_{s}": torch.ones(*((2, 16) if s == "A" else (16, 2)))
+           for e in range(2) for p in ("gate", "up", "down") for s in "AB"}
+export_adapter(load_adapter(factors, config), sys.argv[2])
+bank = load_adapter(sys.argv[2], config, dtype=torch.float16).experts[0]
+out = fused_moe(torch.ones(1, 16).half(), torch.zeros(2, 32, 16).half(), torch.zeros(2, 16, 16).half(),
+                torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), lora=bank,
+                lora_ids=torch.zeros(1, dtype=torch.int32))
+print(float(out[0, 0]) > 0)
+"""
+    run = [sys.executable, "-W", "ignore", "-c", code, " ".join(sorted(there)), str(tmp_path / "adapter")]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-3000:]
 
 
 def test_versions_agree():
