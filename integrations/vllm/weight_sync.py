@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from beam_moe.env import BEAM
 from beam_moe.weight_sync import check_routers, declare_routers, is_router
 
 log = logging.getLogger("vllm.beam_moe")
@@ -158,8 +159,8 @@ class WeightSync:
         self._checked(self._staged(key, keep=True), routers)
 
     def _checked(self, staged: dict[str, torch.Tensor], routers: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Staged tensors by plain names; ValueError where this rank's weights or routers are not all among them, or of
-        another shape."""
+        """Staged tensors by plain names; ValueError where this rank's weights or routers are not all among them, of
+        another shape, or others are."""
         model = self.model_runner.get_model()
         tensors = {plain_name(n): t for n, t in staged.items()}
         routers = {plain_name(n): d for n, d in routers.items()}
@@ -167,6 +168,10 @@ class WeightSync:
         if absent:
             more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
             raise ValueError(f"weight sync: the engine kept old weights: {', '.join(absent[:4])}{more} did not come")
+        strange = foreign(model, tensors)
+        if strange:
+            more = f" and {len(strange) - 4} more" if len(strange) > 4 else ""
+            raise ValueError(f"weight sync: no layer takes {', '.join(strange[:4])}{more}")
         wrong = misshapen(model, tensors)
         if wrong:
             more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
@@ -193,9 +198,9 @@ class WeightSync:
             names of the routers whose bits were compared in this rank's parameters.
 
         Raises:
-            ValueError: a weight or a router of this rank that did not come, or in another shape; a router that was not
-                declared, is not fp32 or has other bits: before anything is loaded. Or, naming `PARTLY`, whatever went
-                wrong after that.
+            ValueError: a weight or a router of this rank that did not come, or in another shape, or that no layer
+                takes; a router that was not declared, is not fp32 or has other bits: before anything is loaded. Or,
+                naming `PARTLY`, whatever went wrong after that.
         """
         model = self.model_runner.get_model()
         tensors = self._checked(self._staged(key), routers)
@@ -293,6 +298,40 @@ def missing(model: Any, names: Iterable[str]) -> list[str]:
         numbers = range(runner.moe_config.num_logical_experts)
         absent |= {f"{layer}.{i}.{part}" for i in numbers for part in filter(None, parts)} - modules
     return sorted(absent)
+
+
+def foreign(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of ``names``, plain checkpoint names, that no layer takes on any rank, sorted: adapters' factors, and in
+    Beam what belongs to no module of it.
+
+    vLLM's loader of Beam raises at such a name once it has loaded what came before, and passes over an expert. Other
+    models' loaders leave out parts of a checkpoint on purpose.
+    """
+    from vllm.model_executor.layers.fused_moe import MoERunner
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    adapters = {n for n in names if ".lora_" in n}
+    if type(model).__name__ != BEAM:
+        return sorted(adapters)
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    rename = None if mapper is None else mapper.get_rename_mapper().map_name
+    packed = getattr(model, "packed_modules_mapping", {})
+    known, elsewhere = set(), []
+    for full, module in model.named_modules(remove_duplicate=False):
+        name = plain_name(full)
+        parent, dot, last = name.rpartition(".")
+        known |= {name, *(f"{parent}{dot}{part}" for part in packed.get(last, []))}
+        if isinstance(module, MoERunner):
+            known |= {n.removesuffix(".weight") for n in expert_shapes(module)}
+        elif isinstance(module, PPMissingLayer):
+            elsewhere.append(f"{name}.")
+    known.discard("")
+    strange = set()
+    for name in names:
+        here = name if rename is None else rename(name)
+        if here.rpartition(".")[0] not in known and not here.startswith(tuple(elsewhere)):
+            strange.add(name)
+    return sorted(strange | adapters)
 
 
 Shape = tuple[int, ...]
@@ -575,8 +614,8 @@ class AdapterSync:
     """
 
     def __init__(self, name: str, number: int) -> None:
-        if number < 1:
-            raise ValueError(f"AdapterSync: number must be at least 1, got {number}")
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"AdapterSync: number must be an integer of at least 1, got {number!r}")
         self.name, self.number, self.generation = name, number, 0
 
     @property
@@ -702,9 +741,9 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
             proves only that nothing was lost from here on.
 
     Raises:
-        ValueError: a weight or a router that did not come, or in another shape; a router that was not declared, not
-            fp32, came with other bits, or that no rank has; a prefix cache that stays. What one rank refuses at once
-            reaches none. An error that names `PARTLY` came later: it refuses requests, and ends the engine where some
+        ValueError: a weight or a router that did not come, or in another shape, or that no layer takes; a router that
+            was not declared, not fp32, came with other bits, or that no rank has; a prefix cache that stays. What one
+            rank refuses at once reaches none. An error that names `PARTLY` came later: it refuses requests, and ends the engine where some
             run or wait already, until another `sync_weights` goes through. Loaded adapters stay.
     """
     calls, stated = _weight_calls(tensors, routers)

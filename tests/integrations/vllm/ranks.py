@@ -564,12 +564,13 @@ def task_memory(folder: Path, tp: int, pp: int, rank: int, **options) -> dict:
 
 def task_shapes(folder: Path, tp: int, pp: int, **options) -> dict:
     """Which weights of a whole checkpoint this rank finds misshapen, and which where each has half its rows."""
-    from beam_moe.integrations.vllm.weight_sync import misshapen
+    from beam_moe.integrations.vllm.weight_sync import foreign, misshapen
 
     with built(engine_config(write_config(folder / "model"), tp, pp, **options)) as (model, _):
         state = checkpoint()
         half = misshapen(model, {n: t[: len(t) // 2] for n, t in state.items()})
-        return {"layers": own_layers(model), "whole": misshapen(model, state), "half": [t.split()[0] for t in half]}
+        whole = misshapen(model, state) + foreign(model, state)
+        return {"layers": own_layers(model), "whole": whole, "half": [t.split()[0] for t in half]}
 
 
 KEY = "beam_moe_routed_experts"

@@ -681,6 +681,26 @@ def test_a_weight_of_another_shape_is_named(harness, engine, name, cut, want, go
     assert all(torch.equal(before[n], p) for n, p in engine.model.named_parameters()), "nothing may be loaded"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight",
+        "model.layers.9.mlp.gate_proj.weight",
+        f"{EXPERTS}.99.gate_proj.weight",
+        "scale",
+    ],
+)
+def test_a_tensor_that_no_layer_takes_is_named(harness, engine, name):
+    """vLLM's loader fails at it once it has begun, or passes over it."""
+    from beam_moe.integrations.vllm.weight_sync import PARTLY, sync_weights
+
+    plain = name.removeprefix("base_model.model.")
+    with pytest.raises(ValueError, match=rf"^weight sync: no layer takes {re.escape(plain)}$") as refused:
+        sync_weights(engine.llm, {**checkpoint(harness), name: torch.zeros(4)})
+    assert PARTLY not in str(refused.value)
+    sync_weights(engine.llm, {**checkpoint(harness), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
+
+
 def test_shapes_of_a_checkpoint_on_every_rank(harness, tp2, pp2):
     """A whole one fits; of a rank's share each rank refuses every weight that it has."""
     for rank, task in ((tp2, 10), (tp2, 11), (pp2, 7)):
@@ -703,7 +723,7 @@ def qwen3(state):
 @pytest.mark.parametrize("base, options", [("BEAM", {"quantization": "mxfp8"}), ("QWEN", {})], ids=["MXFP8", "Qwen3"])
 def test_shapes_of_a_checkpoint_in_other_engines(harness, tmp_path, monkeypatch, base, options):
     """What the engine quantises as it loads has the checkpoint's size; Qwen3 joins heads in another layer."""
-    from beam_moe.integrations.vllm.weight_sync import misshapen
+    from beam_moe.integrations.vllm.weight_sync import foreign, misshapen
 
     monkeypatch.setenv(
         "VLLM_DISABLED_KERNELS", "HummingMxfp8LinearKernel,MarlinMxfp8LinearKernel,TorchMxFp8LinearKernel"
@@ -711,19 +731,19 @@ def test_shapes_of_a_checkpoint_in_other_engines(harness, tmp_path, monkeypatch,
     state = checkpoint(harness) if base == "BEAM" else qwen3(checkpoint(harness))
     config = harness.engine_config(harness.write_config(tmp_path / "m", getattr(harness, base)), **options)
     with harness.built(config) as (model, _):
-        assert misshapen(model, state) == []
+        assert misshapen(model, state) == foreign(model, state) == []
         wrong = misshapen(model, {n: t[:-1] for n, t in state.items()})
         assert {text.split()[0] for text in wrong} == set(state)
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_shapes_of_all_experts_in_one_tensor(harness, engine, turned):
-    from beam_moe.integrations.vllm.weight_sync import misshapen
+    from beam_moe.integrations.vllm.weight_sync import foreign, misshapen
 
     e, i, h = harness.E, harness.I, harness.H
     tensors = {"gate_up_proj": torch.empty(e, 2 * i, h), "down_proj": torch.empty(e, h, i)}
     named = {f"{EXPERTS}.{n}": t.mT if turned else t for n, t in tensors.items()}
-    assert misshapen(engine.model, named) == []
+    assert misshapen(engine.model, named) == foreign(engine.model, named) == []
     named[f"{EXPERTS}.gate_up_proj"] = torch.empty(e, i, h)
     assert misshapen(engine.model, named) == [f"{EXPERTS}.gate_up_proj must have shape (8, 64, 64), got (8, 32, 64)"]
     packed = {f"{EXPERTS}.0.gate_proj.weight": torch.empty(i, h // 2, dtype=torch.uint8)}
