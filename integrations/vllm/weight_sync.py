@@ -743,8 +743,8 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
     Raises:
         ValueError: a weight or a router that did not come, or in another shape, or that no layer takes; a router that
             was not declared, not fp32, came with other bits, or that no rank has; a prefix cache that stays. What one
-            rank refuses at once reaches none. An error that names `PARTLY` came later: it refuses requests, and ends the engine where some
-            run or wait already, until another `sync_weights` goes through. Loaded adapters stay.
+            rank refuses at once reaches none. An error that names `PARTLY` came later: it refuses requests, and ends
+            the engine where some run or wait already, until another `sync_weights` goes through. Loaded adapters stay.
     """
     calls, stated = _weight_calls(tensors, routers)
     results: list[list[str]] = []
