@@ -1,7 +1,7 @@
-"""Every place where beam-moe touches vLLM: what is used, why, and when it can go. Nothing else is patched or relied on.
+"""Every place where beam-moe touches vLLM: what is used, why, and when it can go. Nothing else is patched.
 
-`check` compares the signatures with the installed vLLM by reading its source, so it imports nothing of vLLM and costs
-milliseconds; the entry point registers nothing when one differs.
+`check` compares the signatures with the installed vLLM by reading its source, so it imports nothing of vLLM, and looks
+there for every name that this package imports. The entry point registers nothing when one differs.
 """
 
 from __future__ import annotations
@@ -337,6 +337,22 @@ SEAMS: tuple[Seam, ...] = (
         "LoRARequest carries tensors",
     ),
     Seam(
+        MOE + "experts/mxfp8_emulation_moe.py",
+        "Mxfp8TritonExpertsBase",
+        None,
+        "subclass",
+        "experts of MXFP8 weights: dequantised by it where fused_moe does not serve a call",
+        "as for Mxfp8OnlineMoEMethod.__init__",
+    ),
+    Seam(
+        "lora/lora_model.py",
+        "_is_remote_expert_key",
+        ("raw_name", "spec"),
+        "read",
+        "leaves out other ranks' experts of an adapter from memory, as vLLM does of a folder's",
+        "LoRARequest carries tensors",
+    ),
+    Seam(
         "v1/worker/worker_base.py",
         "WorkerWrapperBase.init_worker",
         ("self", "all_kwargs"),
@@ -548,12 +564,17 @@ def _find(tree: ast.Module, symbol: str) -> ast.AST | None:
     return node
 
 
-def problem(seam: Seam, root: Path) -> str | None:
-    """Why ``seam`` does not fit the vLLM under ``root`` (the package's folder), None when it does."""
-    path = root / seam.file
+def problem(seam: Seam, root: Path, trees: dict[str, ast.Module] | None = None) -> str | None:
+    """Why ``seam`` does not fit the vLLM under ``root`` (the package's folder), None when it does.
+
+    Files that were parsed are kept in ``trees``.
+    """
+    path, trees = root / seam.file, {} if trees is None else trees
     if not path.exists():
         return f"{seam.file} does not exist"
-    node = _find(ast.parse(path.read_text(encoding="utf-8")), seam.symbol)
+    if seam.file not in trees:
+        trees[seam.file] = ast.parse(path.read_text(encoding="utf-8"))
+    node = _find(trees[seam.file], seam.symbol)
     if node is None:
         return f"{seam.file} has no {seam.symbol}"
     if seam.parameters is not None:
@@ -562,6 +583,25 @@ def problem(seam: Seam, root: Path) -> str | None:
         if got != seam.parameters:
             return f"{seam.symbol} takes ({', '.join(got)}), expected ({', '.join(seam.parameters)})"
     return None
+
+
+def imports(folder: Path) -> set[tuple[str, str]]:
+    """Modules of vLLM, and the names in them, that the sources in ``folder`` import."""
+    nodes = (n for f in sorted(folder.glob("*.py")) for n in ast.walk(ast.parse(f.read_text(encoding="utf-8"))))
+    froms = (n for n in nodes if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "vllm")
+    return {(n.module or "", alias.name) for n in froms for alias in n.names}
+
+
+def lost(module: str, name: str, root: Path) -> str | None:
+    """Why ``from module import name`` would fail with the vLLM under ``root``, None when it should not."""
+    path = root.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.exists():
+        return f"{module} does not exist"
+    text = file.read_text(encoding="utf-8")
+    if (path / f"{name}.py").exists() or "import *" in text or re.search(rf"\b{name}\b", text):
+        return None
+    return f"{module} has no {name}"
 
 
 def check(root: Path | None = None) -> list[str]:
@@ -577,4 +617,7 @@ def check(root: Path | None = None) -> list[str]:
         if spec is None or spec.origin is None:
             return ["vLLM is installed but has no source tree"]
         root = Path(spec.origin).parent
-    return [p for seam in SEAMS if (p := problem(seam, root)) is not None]
+    trees: dict[str, ast.Module] = {}
+    found = [problem(seam, root, trees) for seam in SEAMS]
+    found += [lost(module, name, root) for module, name in sorted(imports(Path(__file__).parent))]
+    return [p for p in found if p is not None]

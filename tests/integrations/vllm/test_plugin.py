@@ -125,6 +125,24 @@ def test_changed_signatures_are_noticed(tmp_path):
     assert seams.problem(seam, tmp_path) is None
 
 
+def test_a_name_that_vllm_has_no_longer_is_noticed(tmp_path):
+    """Whatever our sources import, at whatever depth: it would fail when the model is loaded, past vLLM's own."""
+    here = Path(seams.__file__).parent
+    assert {
+        ("vllm.lora.layers.fused_moe", "FusedMoE3DWithLoRA"), ("vllm.model_executor.models.utils", "PPMissingLayer"),
+    } <= seams.imports(here)  # fmt: skip
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "utils.py").write_text("def new_name(): ...\n")
+    (tmp_path / "lora" / "__init__.py").write_text("from .utils import new_name\n")
+    assert seams.lost("vllm.lora.layers", "X", tmp_path) == "vllm.lora.layers does not exist"
+    assert seams.lost("vllm.lora.utils", "name", tmp_path) == "vllm.lora.utils has no name"
+    assert seams.lost("vllm.lora", "other", tmp_path) == "vllm.lora has no other"
+    for module, name in (("vllm.lora.utils", "new_name"), ("vllm.lora", "new_name"), ("vllm.lora", "utils")):
+        assert seams.lost(module, name, tmp_path) is None
+    problems = seams.check(tmp_path)
+    assert "vllm.lora.layers.fused_moe does not exist" in problems and len(problems) > len(seams.SEAMS)
+
+
 def test_every_seam_says_why_and_until_when():
     assert all(
         s.why and s.until and s.kind in {"registry", "subclass", "attribute", "wrap", "read"} for s in seams.SEAMS
