@@ -32,21 +32,27 @@ NAMES: dict[str, tuple[str, ...]] = {
     "topk_group": ("topk_group", "num_limited_groups"),
     "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
 }
+ROUTING: dict[str, tuple[str, ...]] = {
+    "scoring": ("scoring_func", "score_func", "score_function", "moe_router_activation_func", "expert_selection_fn"),
+    "renormalize": ("norm_topk_prob", "moe_renormalize", "route_norm"),
+    "routed_scaling": (
+        *("routed_scaling_factor", "route_scale"),
+        *("router_scaling_factor", "moe_routed_scaling_factor", "moe_router_scaling_factor"),
+    ),
+}
 
 # Families whose modelling code fixes what their configuration does not say.
-SIGMOID_WITH_BIAS = {
-    "beam",
-    "deepseek_v3",
-    "deepseek_v32",
-    "dots1",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm4v_moe_text",
-    "glm_moe_dsa",
-    "kimi_k2",
-    "minimax_m2",
-}
-RENORMALIZES = {"beam", "mixtral", "minimax_m2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "kimi_k2"}
+SIGMOID = set(
+    "afmoe axk1 axk2 bailing_hybrid beam deepseek_v3 deepseek_v32 dots1 exaone_moe flint glm4_moe glm4_moe_lite "
+    "glm4v_moe_text glm_moe_dsa hy_v3 kimi_k2 kimi_linear laguna lfm2_moe mimo_v2_flash minimax_m2 solar_open "
+    "step3p5".split()
+)
+BIASED = SIGMOID - {"flint"} | {"ernie4_5_moe"}
+RENORMALIZES = set(
+    "afmoe aria_text beam deepseek_v3 deepseek_v32 ernie4_5_moe glm4_moe glm_moe_dsa granitemoe granitemoehybrid "
+    "granitemoeshared hunyuan_v1_moe hy_v3 kimi_k2 laguna minimax minimax_m2 mistral_large4_text mixtral "
+    "qwen3_5_moe_text qwen3_vl_moe_text step3p5".split()
+)
 BLOCK = {"mixtral": "block_sparse_moe", "minimax": "block_sparse_moe", "minimax_m2": "block_sparse_moe"}
 W_NAMES = {"mixtral", "minimax", "minimax_m2", "phimoe"}
 REFUSED = {
@@ -55,6 +61,7 @@ REFUSED = {
     "llama4": "it multiplies the router weight into the experts' input",
     "llama4_text": "it multiplies the router weight into the experts' input",
     "nemotron_h": "its experts have no gate (squared ReLU)",
+    "doge": "its experts are single rows, chosen by product keys",
 }
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -134,11 +141,8 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def _first(raw: Mapping[str, Any], field: str) -> Any:
-    for key in NAMES[field]:
-        if raw.get(key) is not None:
-            return raw[key]
-    return None
+def _first(raw: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((raw[key] for key in names if raw.get(key) is not None), None)
 
 
 def _whole(name: str, value: Any) -> int:
@@ -153,7 +157,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Which layers are sparse, from whichever of the five ways in use the configuration says it."""
+    """Which layers are sparse, from whichever of the ways in use the configuration says it."""
     types = raw.get("mlp_layer_types")
     if isinstance(types, str):  # "3 x dense, then 49 x sparse"
         types = [kind for n, kind in re.findall(r"(\d+) x (dense|sparse)", types) for _ in range(int(n))]
@@ -171,10 +175,11 @@ def _sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     def number(default: int, *names: str) -> int:
         return next((_whole(name, raw[name]) for name in names if raw.get(name)), default)
 
-    first = number(0, "first_k_dense_replace", "moe_layer_start_index")
+    first = number(0, "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
     end = raw.get("moe_layer_end_index")
     last = layers - 1 if end is None or end == -1 else _whole("moe_layer_end_index", end)  # -1: the last layer
     every, step = number(1, "moe_layer_freq"), number(1, "decoder_sparse_step", "moe_layer_interval")
+    period, offset = number(1, "expert_layer_period"), number(0, "expert_layer_offset")
     only = raw.get("mlp_only_layers") or ()
     if not isinstance(only, (list, tuple)):
         _fail("BeamMoEConfig.from_hf", "mlp_only_layers", "a list of layers", only)
@@ -182,7 +187,8 @@ def _sparse_layers(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     if raw.get("model_type") == "beam" and "first_k_dense_replace" not in raw:
         first = 3  # the default of transformers' BeamConfig
     return tuple(
-        first <= i <= last and i % every == 0 and (i + 1) % step == 0 and i not in dense for i in range(layers)
+        first <= i <= last and i % every == 0 and (i + 1) % step == 0 and i % period == offset and i not in dense
+        for i in range(layers)
     )
 
 
@@ -234,6 +240,8 @@ class BeamMoEConfig:
             _fail("BeamMoEConfig", "routed_scaling", "a finite number", self.routed_scaling)
         if self.top_k > self.num_experts:
             _fail("BeamMoEConfig", "top_k", f"at most num_experts {self.num_experts}", self.top_k)
+        if not isinstance(self.sparse, tuple):
+            _fail("BeamMoEConfig", "sparse", "a tuple with an entry for each layer", self.sparse)
         if not any(self.sparse):
             _fail("BeamMoEConfig", "sparse", "true for at least one layer", self.sparse)
         if self.scoring not in ("sigmoid", "softmax"):
@@ -276,11 +284,14 @@ class BeamMoEConfig:
         for key in ("hidden_act", "hidden_activation", "mlp_hidden_act"):
             if raw.get(key) not in (None, "silu", "swish"):
                 _fail("BeamMoEConfig.from_hf", key, "silu", raw[key])
+        if raw.get("is_moe") is False:
+            _fail("BeamMoEConfig.from_hf", "is_moe", "true: the model is dense", False)
         for key in ("swiglu_limit", "mlp_bias", "moe_apply_router_weight_on_input"):
             if raw.get(key):
                 _fail("BeamMoEConfig.from_hf", key, "unset: the fused layer has no such term", raw[key])
 
-        found = {field: _first(raw, field) for field in NAMES}
+        found = {field: _first(raw, names) for field, names in NAMES.items()}
+        routing = {field: _first(raw, names) for field, names in ROUTING.items()}
         if found["num_experts"] is None:
             _fail("BeamMoEConfig.from_hf", "config", f"sparse: one of {NAMES['num_experts']}", sorted(raw)[:40])
         if found["intermediate"] is None:  # Mixtral and kin have no dense layers and one name
@@ -292,13 +303,14 @@ class BeamMoEConfig:
         found = {field: None if value is None else _whole(field, value) for field, value in found.items()}
         layers = found["num_layers"]
         groups = found["n_group"] if (found["n_group"] or 1) > 1 else None
-        factor = raw.get("routed_scaling_factor")
+        factor = routing["routed_scaling"]
         if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
             _fail("BeamMoEConfig.from_hf", "routed_scaling_factor", "a number", factor)
         unknown = set(overrides) - {field.name for field in dataclass_fields(cls)}
         if unknown:
             _fail("BeamMoEConfig.from_hf", "overrides", "fields of this class", sorted(unknown))
-        biased = model_type in SIGMOID_WITH_BIAS or raw.get("topk_method") == "noaux_tc"
+        biased = model_type in BIASED or raw.get("topk_method") == "noaux_tc"
+        sigmoid = model_type in SIGMOID or raw.get("topk_method") == "noaux_tc"
         shared = found["shared_experts"]
         if shared is None:
             shared = 1 if raw.get("shared_expert_intermediate_size") else 0
@@ -309,10 +321,12 @@ class BeamMoEConfig:
             "num_experts": found["num_experts"],
             "top_k": found["top_k"],
             "sparse": sparse,
-            "scoring": str(raw.get("scoring_func") or ("sigmoid" if biased else "softmax")),
+            "scoring": str(routing["scoring"] or ("sigmoid" if sigmoid else "softmax")),
             "n_group": groups,
             "topk_group": (found["topk_group"] or 1) if groups else None,
-            "renormalize": bool(raw.get("norm_topk_prob", model_type in RENORMALIZES)),
+            "renormalize": model_type in RENORMALIZES
+            if routing["renormalize"] is None
+            else bool(routing["renormalize"]),
             "routed_scaling": 1.0 if factor is None else float(factor),
             "correction_bias": biased,
             "dense_intermediate": None if all(sparse) else raw.get("intermediate_size"),
@@ -362,8 +376,9 @@ class BeamMoEConfig:
             if self.num_layers % pp:
                 _fail("shard", "pp", f"a divisor of num_layers {self.num_layers}, or pp_layers given", pp)
             pp_layers = [self.num_layers // pp] * pp
-        if len(pp_layers) != pp or sum(pp_layers) != self.num_layers or min(pp_layers) < 1:
-            _fail("shard", "pp_layers", f"{pp} positive counts that sum to {self.num_layers}", tuple(pp_layers))
+        counts = isinstance(pp_layers, Sequence) and all(type(n) is int and n > 0 for n in pp_layers)
+        if not counts or len(pp_layers) != pp or sum(pp_layers) != self.num_layers:
+            _fail("shard", "pp_layers", f"{pp} positive counts that sum to {self.num_layers}", pp_layers)
         first = sum(pp_layers[:pp_rank])
         return Shard(self, tp, tp_rank, ep, ep_rank, pp, pp_rank, first, first + pp_layers[pp_rank])
 

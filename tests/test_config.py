@@ -134,6 +134,7 @@ def test_gpt_oss_is_refused_with_the_reason():
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"swiglu_limit": 7.0}, "swiglu_limit must be unset"),
         ({"num_experts": None}, "config must be sparse"),
+        ({"is_moe": False}, "is_moe must be true"),
         ({"hidden_size": None}, "config must be given one of .'hidden_size'"),
         ({"num_experts_per_tok": 129}, "top_k must be at most num_experts 128, got 129"),
         ({"n_group": 7, "topk_group": 2}, "n_group must be a divisor of num_experts 128, got 7"),
@@ -180,6 +181,29 @@ def test_the_last_sparse_layer_may_be_minus_one_or_zero():
     ):
         config = BeamMoEConfig.from_hf({**ernie, "moe_layer_start_index": start, "moe_layer_end_index": end})
         assert config.sparse == sparse
+
+
+@pytest.mark.parametrize(
+    "change,expected",
+    [
+        ({"num_dense_layers": 2}, {"sparse": (False, False, True, True)}),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, {"sparse": (False, True, False, True)}),
+        ({"expert_layer_period": 2}, {"sparse": (True, False, True, False)}),
+        ({"score_func": "sigmoid", "route_norm": True, "route_scale": 2.8}, ("sigmoid", True, 2.8)),
+        ({"moe_router_activation_func": "sigmoid", "moe_renormalize": True}, ("sigmoid", True, 1.0)),
+        ({"model_type": "afmoe", "route_norm": False}, ("sigmoid", False, 1.0)),
+        ({"model_type": "qwen3_5_moe_text", "router_scaling_factor": 2}, ("softmax", True, 2.0)),
+        ({"model_type": "ernie4_5_moe"}, {"scoring": "softmax", "renormalize": True, "correction_bias": True}),
+        ({"model_type": "flint", "norm_topk_prob": True}, {"scoring": "sigmoid", "correction_bias": False}),
+    ],
+)
+def test_other_families_names_for_layers_and_routing(change, expected):
+    """Passed over, they would make every layer sparse, and any router an unscaled softmax."""
+    base = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 4, "num_experts": 4, "top_k_experts": 2}
+    c = BeamMoEConfig.from_hf({**base, **change})
+    if isinstance(expected, tuple):
+        expected = dict(zip(("scoring", "renormalize", "routed_scaling"), expected))
+    assert {field: getattr(c, field) for field in expected} == expected
 
 
 def test_a_routed_scaling_of_zero_is_kept_and_an_unknown_override_named():
@@ -287,6 +311,8 @@ def test_stages_of_unequal_length_must_be_spelled_out():
         ({"tp": 2, "tp_rank": 2}, "tp_rank must be in 0..1, got 2"),
         ({"ep": 2, "ep_rank": -1}, "ep_rank must be in 0..1, got -1"),
         ({"pp": 2, "pp_layers": (52, 0)}, "pp_layers must be 2 positive counts that sum to 52"),
+        ({"pp": 2, "pp_layers": (26.0, 26.0)}, "pp_layers must be 2 positive counts that sum to 52"),
+        ({"pp": 2, "pp_layers": 26}, "pp_layers must be 2 positive counts that sum to 52, got 26"),
     ],
 )
 def test_an_impossible_shard_is_named(kwargs, message):

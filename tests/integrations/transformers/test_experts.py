@@ -1,7 +1,10 @@
 """The fused layer in transformers' experts registry, under the models' real classes."""
 
 import dis
+import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,3 +159,40 @@ def test_what_is_traced_imports_nothing_of_transformers(function):
     """The Dynamo of torch 2.11 refuses an import that ends at one of transformers' lazy modules."""
     imported = [i.argval for i in dis.get_instructions(function) if i.opname == "IMPORT_NAME"]
     assert not [name for name in imported if name.startswith("transformers")]
+
+
+FAMILIES = (
+    "afmoe axk1 beam deepseek_v3 ernie4_5_moe exaone_moe flint glm4_moe granitemoe jamba kimi_linear mimo_v2_flash "
+    "minimax_m2 mixtral olmoe qwen2_moe qwen3_5_moe qwen3_moe solar_open"
+).split()
+
+
+def test_configurations_read_as_the_models_are_built():
+    """Sparse layers, the experts' sizes and a bias of the choice, against the modules that transformers makes of them.
+
+    In a process of its own: torch's meta device takes a `torch.empty` that conftest has replaced for another's.
+    """
+    code = """
+import json, sys, torch, transformers
+from beam_moe import BeamMoEConfig
+read, built = {}, {}
+for name in sys.argv[1].split():
+    if name not in transformers.CONFIG_MAPPING:
+        continue
+    given = transformers.CONFIG_MAPPING[name]()
+    c = BeamMoEConfig.from_hf(given)
+    read[name] = [[i for i, s in enumerate(c.sparse) if s], c.num_layers,
+                  [c.num_experts, 2 * c.intermediate, c.hidden], c.correction_bias]
+    with torch.device("meta"):
+        m = transformers.AutoModelForCausalLM.from_config(given)
+    experts = {int(n.split(".layers.")[1].split(".")[0]): list(p.shape) for n, p in m.named_parameters()
+               if n.endswith("experts.gate_up_proj")}
+    names = [n for n, _ in (*m.named_parameters(), *m.named_buffers())]
+    built[name] = [sorted(experts), len(m.model.layers), next(iter(experts.values())),
+                   any(n.endswith(("correction_bias", "expert_bias")) for n in names)]
+print(json.dumps([read, built]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, " ".join(FAMILIES)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    read, built = json.loads(done.stdout.splitlines()[-1])
+    assert read == built and {"mixtral", "qwen3_moe"} <= set(read)
