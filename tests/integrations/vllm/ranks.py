@@ -431,7 +431,8 @@ def task_load(folder: Path, tp: int, pp: int, layout: str, shared: bool = False,
 
 
 def task_part(folder: Path, tp: int, pp: int, keep: str, extra: str = "", **options) -> dict:
-    """An adapter of which a rank may have no module, from a folder and from memory, then a request for the latter.
+    """An adapter of which a rank may have no module, from a folder and from memory, then requests for the latter, the
+    last of them when vLLM has forgotten all adapters.
 
     Args:
         keep: a pattern of the tensors that the adapter has.
@@ -442,7 +443,7 @@ def task_part(folder: Path, tp: int, pp: int, keep: str, extra: str = "", **opti
 
     from safetensors.torch import load_file, save, save_file
 
-    from beam_moe.integrations.vllm.weight_sync import WeightSync
+    from beam_moe.integrations.vllm.weight_sync import IN_MEMORY, WeightSync
 
     path = write_adapter(folder / f"adapter_{os.getpid()}", "per_expert")
     file = Path(path) / "adapter_model.safetensors"
@@ -462,12 +463,16 @@ def task_part(folder: Path, tp: int, pp: int, keep: str, extra: str = "", **opti
         except ValueError as error:
             return {"error": str(error)}
         inner = manager._adapter_manager
-        sums = []
-        for number in (1, 2):
+
+        def held(number: int) -> float:
             slot = inner.lora_index_to_id.index(number)
             stacks = [experts_stacks(model, n, slot) for n in own_layers(model) if n >= DENSE]
-            sums.append(sum(float(t.abs().sum()) for s in stacks for t in s.values()))
-        return {"modules": len(names), "taken": taken, "active": sorted(inner.lora_index_to_id), "sums": sums}
+            return sum(float(t.abs().sum()) for s in stacks for t in s.values())
+
+        sums, active = [held(1), held(2)], sorted(inner.lora_index_to_id)
+        manager.remove_all_adapters()
+        manager.add_adapter(request(f"{IN_MEMORY}key/1", 2))
+        return {"modules": len(names), "taken": taken, "active": active, "sums": [*sums, held(2)]}
 
 
 def task_replay(folder: Path, tp: int, pp: int, sparse_from: int) -> dict:
