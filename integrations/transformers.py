@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from typing import Any
 
 import torch
 
 from beam_moe import env
+from beam_moe.kernels.checks import reaches
 
 logger = logging.getLogger("beam_moe.transformers")
 NAME, DEFAULT = "beam_moe", "grouped_mm"
@@ -72,7 +72,7 @@ def _reason(experts: Any, x: torch.Tensor, top_k_weights: torch.Tensor) -> str |
         return "a gradient is wanted, and the layer has no backward pass"
     if x.dtype not in (torch.bfloat16, torch.float16) or not x.dtype == w13.dtype == w2.dtype:
         return f"activations and weights are {x.dtype}, {w13.dtype} and {w2.dtype}, not all bf16 or all fp16"
-    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not reaches(x.device):
         return f"they are on {x.device.type}"
     if w2.shape[0] > 1024:
         return f"they are {w2.shape[0]}, more than 1024"

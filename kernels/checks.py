@@ -4,12 +4,24 @@ import os
 
 import torch
 
+# Triton reads it when a kernel is decorated: set later, it comes too late.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def reaches(device: torch.device) -> bool:
+    """Whether a kernel reaches memory of ``device``: a GPU's, or the CPU's in Triton's interpreter; not ``meta``."""
+    return device.type == "cuda" or (
+        device.type == "cpu" and _INTERPRETED and os.environ.get("TRITON_INTERPRET") == "1"
+    )
+
 
 def require_device(op: str, name: str, t: torch.Tensor) -> None:
-    """``t`` lies where a kernel reaches it: on a GPU, or on the CPU in Triton's interpreter; not on ``meta``."""
-    kind = t.device.type
-    if kind != "cuda" and not (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        raise ValueError(f"{op}: {name} must be on a GPU (or on the CPU with TRITON_INTERPRET=1), got {t.device}")
+    """``t`` lies where a kernel reaches it."""
+    if not reaches(t.device):
+        raise ValueError(
+            f"{op}: {name} must be on a GPU (or on the CPU, with TRITON_INTERPRET=1 set before beam_moe's kernels are "
+            f"imported), got {t.device}"
+        )
 
 
 def require_ends(op: str, offsets: torch.Tensor, rows: int) -> None:

@@ -64,6 +64,7 @@ def test_strided_banks_are_taken_as_they_are():
 
 BAD = {
     "three slices": ("w13_a", lambda f: {0: torch.randn(1, E, 3, R, H)}),
+    "no slice": ("w13_a", lambda f: {0: f[0][:, :, :0]}),
     "A of another rank": ("w13_a", lambda f: {0: torch.randn(1, E, 2, R + 1, H)}),
     "B without both halves": ("w13_b", lambda f: {1: f[1][:, :, :1]}),
     "B of another width": ("w13_b", lambda f: {1: torch.randn(1, E, 2, I + 1, R)}),

@@ -34,6 +34,8 @@ def _pair(name: str, factor: object) -> tuple[torch.Tensor, torch.Tensor]:
     """(gate, up) views of four dimensions; one tensor twice when the slice axis has one entry."""
     if isinstance(factor, torch.Tensor):
         _tensor(name, factor, 5)
+        if factor.shape[2] < 1:
+            _fail(name, "of a slice axis (the third) of 1 or 2", tuple(factor.shape))
         return factor[:, :, 0], factor[:, :, factor.shape[2] - 1]
     if not isinstance(factor, (tuple, list)) or len(factor) != 2:
         _fail(name, "a tensor of 5 dimensions or a pair (gate, up) of tensors of 4", type(factor).__name__)

@@ -1,5 +1,9 @@
 """What every operation refuses alike: operands without memory, gradients that would be lost, results over operands."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -101,6 +105,20 @@ def test_operands_without_memory_are_refused(device, name):
     function, operands = operations(device)[name]
     with pytest.raises(ValueError, match=rf"^{name}: \w+ must be on a GPU.*got meta"):
         function(**{k: to_meta(t) for k, t in operands.items()})
+
+
+def test_an_interpreter_asked_for_after_the_import_is_named():
+    """Triton's own words would be that there is no driver."""
+    code = """
+import os, torch
+from beam_moe.kernels.router import route
+os.environ["TRITON_INTERPRET"] = "1"
+route(torch.zeros(1, 4), top_k=1)
+"""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
+    wanted = "ValueError: route: logits must be on a GPU (or on the CPU, with TRITON_INTERPRET=1 set before"
+    assert done.stderr.splitlines()[-1].startswith(wanted), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", (*FORWARD, "fused_moe"))
