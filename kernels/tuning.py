@@ -32,10 +32,11 @@ _overrides: dict[str, Config] = {}
 
 @cache
 def device_name(device: Device = None) -> str:
-    """Name of a device as CUDA reports it, or ``cpu`` and the machine's architecture where there is no GPU."""
+    """Name of a device as CUDA reports it, or ``cpu`` and the machine's architecture for none of CUDA's."""
     if isinstance(device, str):
         return device
-    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else f"cpu {platform.machine()}"
+    cpu = isinstance(device, torch.device) and device.type != "cuda"
+    return f"cpu {platform.machine()}" if cpu or not torch.cuda.is_available() else torch.cuda.get_device_name(device)
 
 
 @cache

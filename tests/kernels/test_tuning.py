@@ -33,6 +33,16 @@ def test_folder_of_a_device():
     assert tuning.device_folder("NVIDIA H100-80GB") == "nvidia_h100_80gb"
 
 
+def test_the_cpu_of_a_machine_with_a_gpu_is_no_gpu(monkeypatch):
+    """The interpreter runs there too, and CUDA has no name for a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {torch.device(device).index}")
+    tuning.device_name.cache_clear()
+    assert tuning.device_name(torch.device("cpu")).startswith("cpu ")
+    assert tuning.device_name(torch.device("cuda:1")) == tuning.device_name(1) == "GPU 1"
+    tuning.device_name.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("rows", "block"), [(1, 16), (4, 16), (5, 32), (16, 32), (17, 64), (64, 64), (65, 64), (9999, 64)]
 )
