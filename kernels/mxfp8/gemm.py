@@ -32,6 +32,7 @@ results repeat bit for bit, and no row's result depends on the other rows of its
 """
 
 import functools
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -127,6 +128,8 @@ def choose(
     capability = _capability(device)
     if both and capability[0] >= 10:
         bm = _native_rows(rows)
+        if capability[0] >= 12:  # sums are in registers there, and a program has 99 KiB of shared memory
+            bm = min(bm, 128)
         return GemmConfig("native", bm=bm, bn=128, bk=128, warps=4, stages=4 if bm <= 64 else 3)
     # fp16 activations do not fit a bf16 product: they keep to the kernels that hold them exactly
     if rows > DEQUANTIZE_ROWS and x_dtype == torch.bfloat16:
@@ -499,16 +502,24 @@ def _fused(x: torch.Tensor, b: MXFP8Tensor, bias, out: torch.Tensor, config: Gem
         _sum(part, bias, out, config.bm)
 
 
+_reduction = threading.RLock()
+
+
 @contextmanager
 def fp32_reduction():
-    """cuBLAS may add partial sums in bf16 unless told otherwise; inside this it does not."""
+    """cuBLAS may add partial sums in bf16 unless told otherwise; inside this it does not.
+
+    The switch is the process's: threads, such as those of backward passes, take turns, or one would put it back under
+    another and leave it as it found it there.
+    """
     flags = torch.backends.cuda.matmul
-    before = flags.allow_bf16_reduced_precision_reduction
-    flags.allow_bf16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        flags.allow_bf16_reduced_precision_reduction = before
+    with _reduction:
+        before = flags.allow_bf16_reduced_precision_reduction
+        flags.allow_bf16_reduced_precision_reduction = False
+        try:
+            yield
+        finally:
+            flags.allow_bf16_reduced_precision_reduction = before
 
 
 def dense_matmul(x: torch.Tensor, w: torch.Tensor, bias, out: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -479,30 +480,59 @@ import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_cases as cases
 from beam_moe.kernels import mxfp8 as q
-with cases.pretend(100) as compiled:
+cases.NAMES.setdefault(120, "NVIDIA RTX PRO 6000 Blackwell")
+with cases.pretend(int(sys.argv[2])) as compiled:
     w = q.quantize(cases.empty(1024, 512))
     for rows in (1, 64, 300):
         q.gemm(q.quantize(cases.empty(rows, 512)), w)
     q.gemm(q.quantize(cases.empty(300, 1024)), q.quantize(cases.empty(1024, 512), axis=-2))
+    q.gemm(q.quantize(cases.empty(300, 512), swizzle=True), q.quantize(cases.empty(1024, 512), swizzle=True))
 for name, kernel, _ in compiled:
     if name.endswith("_native_kernel"):
         found = re.findall(r"tcgen05\\.mma\\S*kind::\\S+|mma\\.sync\\S+", kernel.asm["ptx"])
-        print(json.dumps({"mma": sorted(set(found)), "tmem": getattr(kernel.metadata, "tmem_size", 0)}))
+        row = {"tmem": getattr(kernel.metadata, "tmem_size", 0), "shared": kernel.metadata.shared}
+        print(json.dumps({"mma": sorted(set(found)), **row}))
 """
+SHARED = {100: 227 << 10, 120: 99 << 10}  # bytes that a program may have
 
 
 @pytest.mark.compile
-def test_blackwell_gets_block_scaled_instructions(tmp_path):
+@pytest.mark.parametrize("arch", SHARED)
+def test_blackwell_gets_block_scaled_instructions(arch, tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
-    here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", NATIVE, here], capture_output=True, text=True, env=env, cwd=tmp_path)
+    script = [sys.executable, "-c", NATIVE, str(Path(__file__).parent), str(arch)]
+    done = subprocess.run(script, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         assert row["mma"] and all("kind::mxf8f6f4.block_scale" in m for m in row["mma"]), row
         assert row["tmem"] <= 512, row  # beyond the tensor memory of an SM Triton emits a bare trap
+        assert row["shared"] <= SHARED[arch], row
+
+
+def test_threads_leave_the_switch_of_cublas_as_they_found_it():
+    """It is the process's: a second thread's product must not take the first one's setting for the caller's."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    inside, leave = threading.Event(), threading.Event()
+
+    def product():
+        with module.fp32_reduction():
+            inside.set()
+            leave.wait()
+
+    other = threading.Thread(target=product, daemon=True)
+    with module.fp32_reduction():
+        other.start()
+        inside.wait(0.2)
+        assert not flags.allow_bf16_reduced_precision_reduction
+    inside.wait()
+    assert not flags.allow_bf16_reduced_precision_reduction
+    leave.set()
+    other.join()
+    assert flags.allow_bf16_reduced_precision_reduction == before
 
 
 def test_refuses_what_is_no_tensor_and_rows_that_overlap(device):
