@@ -156,7 +156,8 @@ def _check_weight(op: str, x: torch.Tensor, w: Weight, values, ndim: int) -> tor
         _require(values is None, f"{op}: values go with a dense w, not with a quantised one")
         shape = row.shape
     else:
-        _require_tensor(op, w=w)
+        kinds = "a tensor or a pair (row, col) of MXFP8Tensor"
+        _require(isinstance(w, torch.Tensor), f"{op}: w must be {kinds}, got {type(w).__name__}")
         _require(
             w.ndim == ndim and w.dtype in OUT_DTYPES,
             f"{op}: w must have {ndim} dimensions in bf16, fp16 or fp32, got {w.dtype} {tuple(w.shape)}",

@@ -365,9 +365,11 @@ def dequantize_reference(t: MXFP8Tensor, dtype: torch.dtype = torch.float32) -> 
     239.
 
     Raises:
-        ValueError: ``t`` is no `MXFP8Tensor`.
+        ValueError: ``t`` is no `MXFP8Tensor`, or ``dtype`` no floating one.
     """
     _require_mxfp8("dequantize_reference", t=t)
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    _require(floating, f"dequantize_reference: dtype must be a floating dtype, got {dtype!r}")
     return (t.data.to(torch.float32) * _expand_scale(t)).to(dtype)
 
 

@@ -187,6 +187,10 @@ def test_grouped_linear_follows_the_recipe(sizes, kept, device):
         ({"x": torch.zeros(3, 64, dtype=torch.float64)}, "bf16, fp16 or fp32"),
         ({"w": torch.zeros(33, 64)}, "N must be a multiple"),
         ({"w": torch.zeros(2, 32, 64)}, "2 dimensions"),
+        (
+            {"w": quantize_reference(torch.zeros(32, 64))},
+            r"w must be a tensor or a pair \(row, col\) .* got MXFP8Tensor",
+        ),
         ({"bias": torch.zeros(33)}, "bias"),
         ({"values": (torch.zeros(32, 64), torch.zeros(32, 64))}, "values"),
     ],

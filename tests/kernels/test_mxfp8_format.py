@@ -276,6 +276,8 @@ DATA, SCALE = torch.zeros(4, 64, dtype=torch.float8_e4m3fn), torch.zeros(4, 2, d
         (lambda: e8m0_from_amax(SCALE), "e8m0_from_amax: amax must be of a floating dtype, got torch.uint8"),
         (lambda: quantize_reference(torch.zeros(4, 32, dtype=torch.int32)), "floating dtype, got torch.int32"),
         (lambda: dequantize_reference(DATA), "dequantize_reference: t must be an MXFP8Tensor, got Tensor"),
+        (lambda: dequantize_reference(MXFP8Tensor(DATA, SCALE), "bf16"), "dtype must be a floating dtype, got 'bf16'"),
+        (lambda: dequantize_reference(MXFP8Tensor(DATA, SCALE), torch.int8), "a floating dtype, got torch.int8"),
     ],
 )
 def test_refuses(make, message):
