@@ -24,7 +24,7 @@ from beam_moe import env
 from beam_moe.integrations.vllm import ARCHITECTURE, QUANTIZATION, experts, metrics
 
 BLOCK = 32
-ROUTERS = re.compile(r"gate|router|.*experts?_gate")
+ROUTERS = re.compile(r"gate|(.*_)?router|.*experts?_gate")
 """Last part of the name of a linear layer that weighs or chooses experts; `GateLinear` is one under any name."""
 
 

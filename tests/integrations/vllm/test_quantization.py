@@ -165,7 +165,7 @@ def test_routers_by_name(harness):
     from beam_moe.integrations.vllm.quantization import BeamMxfp8Config
 
     quant = BeamMxfp8Config.online()
-    kept = ("mlp.gate", "mlp.router", "mlp.text_experts_gate", "mlp.shared_expert_gate")
+    kept = ("mlp.gate", "mlp.router", "mlp.text_experts_gate", "mlp.shared_expert_gate", "self_attn.v_router")
     assert not any(quant.resolve_quant_method_cls(ReplicatedLinear, f"model.layers.0.{n}") for n in kept)
     assert quant.resolve_quant_method_cls(GateLinear, "model.layers.0.mlp.chooser") is None
     for name in ("mlp.gate_proj", "mlp.gate_up_proj", "self_attn.output_gate_proj"):
