@@ -50,9 +50,6 @@ class MoEConfig:
     down_stages: int = 5
     down_tiles: int = 1  # row tiles of W2 that one program takes one after another
     down_whole: bool = False  # a tile of W2 spans all of I in one step, and h stays in shared memory
-    # above 0, with "direct" rows of dense weights: down activates its pair itself (`single`), and so many tiles of W2,
-    # up to ``down_tiles``, are asked for before gate_up ends; not with a shared B2 or a rank of more than one step
-    down_ahead: int = 0
     combine_block_h: int = 256
     combine_block_t: int = 1
     combine_warps: int = 4
@@ -155,8 +152,8 @@ class MoEConfig:
         """This one with every sum in the order of ``other``, so that both give a row the same bits.
 
         ``splits`` orders the first product, whose shares are whole steps of ``up_block_k``; the number of tiles of I
-        the adapters' second half, or whether down activates its pairs itself; ``down_whole`` decides the form of MXFP8
-        weights; and blocks of 8 rows take another matrix instruction than larger ones, and single pairs none.
+        the adapters' second half; ``down_whole`` decides the form of MXFP8 weights; and blocks of 8 rows take another
+        matrix instruction than larger ones, and single pairs none.
         """
         whole = other.down_whole if base == "mxfp8" else self.down_whole
         out = replace(self, splits=other.splits, act_block_i=other.act_block_i, down_whole=whole)
@@ -169,7 +166,7 @@ class MoEConfig:
             out = replace(out, rows="direct", wide=1, lora_wide=1, lag=0)
         if self.block_m < 16:
             out = replace(out, block_m=16, wide=1, lora_wide=1, registers=0)
-        return replace(out, down_ahead=min(other.down_ahead, out.down_tiles) if out.rows == "direct" else 0)
+        return out
 
     @property
     def act_rows(self) -> int:
@@ -193,10 +190,9 @@ class MoEConfig:
         whole = self.tail >= 0 and narrow
         # activate of the last of ``wide`` blocks stands ``lag`` after it, down of all ``2 * lag`` after the first
         ahead = self.lag == 0 or self.lag >= self.widest
-        early = self.down_ahead == 0 or (self.rows == "direct" and 0 < self.down_ahead <= self.down_tiles)
         powers = all(n > 0 and n & (n - 1) == 0 for n in (self.wide, self.lora_wide, self.act_block_m or 1))
         together = powers and (self.widest == 1 or (self.rows == "plan" and ahead))
-        return early and together and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
+        return together and (self.lag == 0 or (self.lag > 0 and self.rows == "plan" and one and whole))
 
     def blocks(self, pairs: int, experts: int) -> int:
         """The largest number of blocks that ``pairs`` routed pairs over ``experts`` experts can need.
@@ -252,16 +248,6 @@ _DENSE: _Groups = (
             (True, 64, 4, 2, 4),
             (True, 64, 4, 2, 8),
             (True, 64, 4, 3, 8),
-        ),
-    ),
-    (
-        ("rows", "lag", "down_ahead", "down_tiles", "down_warps", "down_stages"),
-        (
-            ("direct", 0, 1, 1, 4, 3),
-            ("direct", 0, 1, 2, 8, 3),
-            ("direct", 0, 2, 2, 8, 3),
-            ("direct", 0, 2, 5, 8, 3),
-            ("direct", 0, 3, 5, 8, 2),
         ),
     ),
     (("combine_block_h", "combine_warps"), ((256, 4), (512, 4), (1024, 8))),

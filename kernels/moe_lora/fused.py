@@ -38,7 +38,6 @@ from beam_moe.kernels.moe_lora.joined import _joined_kernel, joined_constants, j
 from beam_moe.kernels.moe_lora.mxfp8 import operand
 from beam_moe.kernels.moe_lora.pipeline import adapter_tile
 from beam_moe.kernels.moe_lora.plan import build_plan
-from beam_moe.kernels.moe_lora.single import _single_down_kernel, chunks_of
 from beam_moe.kernels.moe_lora.workspace import CHUNK, Buffers, Shape, Workspace, bytes_needed, carve
 from beam_moe.kernels.mxfp8.format import BLOCK, MXFP8Tensor
 from beam_moe.kernels.mxfp8.gemm import scales_ahead
@@ -121,7 +120,7 @@ def _check(x, w13, w2, topk_weights, topk_ids, lora, lora_ids, expert_map, route
             "config",
             "of rows='plan', one number of warps and tail_tiles dividing down_tiles where lag is not 0, none below 0; "
             "of wide, lora_wide and act_block_m (or 0) powers of two, the first two above 1 with rows='plan' and no "
-            "lag or one of at least as many; of down_ahead 0, or up to down_tiles with rows='direct'",
+            "lag or one of at least as many",
             config,
         )
     if lora_ids is not None:
@@ -203,8 +202,7 @@ def _run(
     common: dict[str, Any] = dict(TOP_K=top_k, INTERPRETED=x.device.type == "cpu", PDL=pdl, **extra)
 
     wide = cfg.wide if lora is None or lora.shared_b else cfg.lora_wide
-    quantized = isinstance(w13, MXFP8Tensor)
-    if x.dtype != torch.bfloat16 or quantized:
+    if x.dtype != torch.bfloat16 or isinstance(w13, MXFP8Tensor):
         wide = 1  # sums of fp16 do not keep their bits in a tile of another width, nor do those of MXFP8's fp16 form
     up_w, down_w, images = w13, w2, {}
     up_strides = down_strides = (0, 0)
@@ -285,36 +283,25 @@ def _run(
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.up_block_n, BLOCK_K=cfg.up_block_k,
             num_warps=cfg.up_warps, HAS_MAP=has_map, STAGES=cfg.up_stages, WIDE=wide, **common, **up_base,
         )  # fmt: skip
-        if cfg.down_ahead and not shared_b and rank <= block_r and not quantized:
-            _single_down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), pairs)](
-                buffers.gu, t, gate_b, w2_a, down_w, w2_b, buffers.y, topk_ids, emap, ids, ranks, enabled,
-                tokens, e_global, experts, slots, up_b_offset,
-                b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
-                *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
-                H=hidden, I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, HAS_MAP=has_map,
-                CHUNKS=chunks_of(inter), TILES=cfg.down_tiles, AHEAD=cfg.down_ahead, BLOCK_N=cfg.down_block_n,
-                STAGES=cfg.down_stages, BLOCK_R=block_r, num_warps=cfg.down_warps, **common,
-            )  # fmt: skip
-        else:
-            _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks * (cfg.block_m // cfg.act_rows))](
-                buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
-                tokens, e_global, experts, slots, up_b_offset,
-                b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
-                I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, BLOCK_P=block_p,
-                BLOCK_M=cfg.act_rows, PARTS=cfg.block_m // cfg.act_rows, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
-                HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
-            )  # fmt: skip
-            token_blocks = triton.cdiv(tokens, TOKENS.value) if shared_b else 0
-            _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
-                buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, buffers.widths,
-                ids, ranks, enabled,
-                tokens, e_global, experts, slots,
-                *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
-                H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
-                WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
-                BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
-                num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=wide, **common, **down_base,
-            )  # fmt: skip
+        _activate_kernel[(triton.cdiv(inter, cfg.act_block_i), blocks * (cfg.block_m // cfg.act_rows))](
+            buffers.gu, t, gate_b, w2_a, buffers.h, s, topk_ids, emap, order, table, ids, ranks, enabled,
+            tokens, e_global, experts, slots, up_b_offset,
+            b_strides[0], b_strides[1], b_strides[2], a2_strides[0], a2_strides[1], a2_strides[2],
+            I=inter, RANK=rank, NA=na, SPLITS=cfg.splits, SHARED_A=shared_a, MORE=more, BLOCK_P=block_p,
+            BLOCK_M=cfg.act_rows, PARTS=cfg.block_m // cfg.act_rows, BLOCK_I=cfg.act_block_i, BLOCK_R=block_r,
+            HAS_MAP=has_map, num_warps=cfg.act_warps, num_stages=2, **common,
+        )  # fmt: skip
+        token_blocks = triton.cdiv(tokens, TOKENS.value) if shared_b else 0
+        _down_kernel[(triton.cdiv(hidden, cfg.down_block_n * cfg.down_tiles), token_blocks + blocks)](
+            buffers.h, down_w, s, w2_b, buffers.y, t, topk_weights, topk_ids, emap, order, table, buffers.widths, ids,
+            ranks, enabled,
+            tokens, e_global, experts, slots,
+            *down_strides, b2_strides[0], b2_strides[1], b2_strides[2],
+            H=hidden, I=inter, RANK=rank, SHARED_B=shared_b, TILES=tiles, MORE=more, HAS_MAP=has_map,
+            WHOLE=cfg.down_whole, DIRECT=cfg.rows == "direct", TILES_PER_PROGRAM=cfg.down_tiles,
+            BLOCK_M=cfg.block_m, BLOCK_N=cfg.down_block_n, BLOCK_K=cfg.down_block_k, BLOCK_R=block_r,
+            num_warps=cfg.down_warps, STAGES=cfg.down_stages, WIDE=wide, **common, **down_base,
+        )  # fmt: skip
     block_t = max(16, cfg.combine_block_t) if shared_b else cfg.combine_block_t
     block_h = min(64, cfg.combine_block_h) if shared_b else cfg.combine_block_h
     _combine_kernel[(triton.cdiv(hidden, block_h), triton.cdiv(tokens, block_t))](

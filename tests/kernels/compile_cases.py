@@ -187,10 +187,6 @@ def moe_lora():
     for tokens in (16, 256):
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, shared=True))
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320, one_a=True), emap=True)
-    single = MoEConfig(rows="direct", splits=2, down_ahead=1, down_tiles=2, down_warps=8, down_stages=3)
-    layer(1, *beam, config=single)
-    layer(1, *beam, lora=bank(4, 256, 32, 5120, 320), emap=True, config=single)
-    layer(2, 7, 3, 200, 72, lora=bank(2, 7, 5, 200, 72, dtype=torch.float16), dtype=torch.float16, config=single)
     joined = MoEConfig(rows="plan", lag=8, splits=2, up_stages=3, down_block_n=64, down_stages=3)
     whole = replace(joined, down_whole=True, down_stages=2, down_tiles=4)
     narrow = replace(joined, block_m=8, wide=4, lora_wide=2, lag=0), replace(joined, block_m=8, wide=2, down_whole=True)

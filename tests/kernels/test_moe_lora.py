@@ -30,7 +30,6 @@ from beam_moe.kernels.moe_lora import (
 from beam_moe.kernels.moe_lora import config as config_module
 from beam_moe.kernels.moe_lora import plan as plan_module
 from beam_moe.kernels.moe_lora import workspace as workspace_module
-from beam_moe.kernels.moe_lora.single import chunks_of
 from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
 from beam_moe.kernels.mxfp8 import prepare, quantize_reference
 from beam_moe.testing import assert_close, error_ratio
@@ -170,46 +169,6 @@ def test_single_pairs_with_adapters(device, rank, factors):
     config = dataclasses.replace(SMALL, rows="direct", splits=3, up_block_k=16, down_block_n=16, down_tiles=2)
     got = check(args, config)
     assert torch.equal(got[1:3], fused_moe(**bare(args), config=config)[1:3]) and not got[4].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "factors",
-    [None, {"rank": 5, "slots": 3}, {"rank": 32, "one_a": True}, {"rank": 40}, {"rank": 8, "shared": True}],
-    ids=str,
-)
-@pytest.mark.parametrize(("hidden", "inter"), [(48, 24), (64, 48), (80, 7)])
-def test_down_activates_its_own_pair(device, hidden, inter, factors, dtype):
-    """Tiles of W2 asked for ahead, as many as there are and fewer; H ends within a program's tiles, I within a chunk.
-
-    A rank of more than one step and a shared B2 take the launches that a call without it does. Two rows are bare, one
-    has no expert, and experts of other ranks are left out. NumPy's products do not keep their bits from one tile of K
-    to another, as those of the GPU do.
-    """
-    args = layer(device, 6, hidden=hidden, inter=inter, dtype=dtype, **(factors or {}))
-    if factors:
-        args["lora_ids"][1:3] = -1
-        args["lora"].ranks[-1] = factors["rank"] - 1
-    args["topk_ids"][4] = torch.tensor([-1, 99])
-    args["expert_map"] = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=device)
-    apart = dataclasses.replace(SMALL, rows="direct", splits=3, up_block_k=16, down_block_n=16, down_tiles=2)
-    apart_bits = fused_moe(**bare(args), config=apart)
-    same_form = not factors or (factors["rank"] <= 32 and "shared" not in factors)
-    for ahead, tiles in ((1, 1), (1, 3), (2, 2)):
-        config = dataclasses.replace(apart, down_ahead=ahead, down_tiles=tiles)
-        got, plain = check(args, config), fused_moe(**bare(args), config=config)
-        assert not got[4].any()
-        if device.type == "cuda":
-            assert torch.equal(plain, apart_bits)
-        if factors and (same_form or device.type == "cuda"):
-            assert torch.equal(got[1:3], plain[1:3])
-
-
-@pytest.mark.parametrize("size", [1, 16, 24, 48, 320, 640, 768, 1407])
-def test_chunks_hold_the_whole(size):
-    chunks = chunks_of(size)
-    assert all(c >= 16 and c & (c - 1) == 0 for c in chunks)
-    assert size <= sum(chunks) < size + 16
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -786,8 +745,7 @@ def test_a_table_cannot_hold_a_launch_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     pick = config_module._pick.__wrapped__
     form = {"rows": "direct"}, {"down_warps": 8}, {"tail_tiles": -1}
-    ahead = {"rows": "direct", "down_ahead": 3, "down_tiles": 2}
-    for wrong in ({"lag": -1}, {"wide": 3}, {"down_ahead": 1}, ahead, *({"lag": 2} | f for f in form)):
+    for wrong in ({"lag": -1}, {"wide": 3}, *({"lag": 2} | f for f in form)):
         with tuning.override("moe_lora", dataclasses.asdict(dataclasses.replace(SMALL, **wrong))):
             with pytest.raises(ValueError, match="MoEConfig.pick: the table of NVIDIA H200 for moe_lora holds"):
                 pick("cuda", 0, 3, 2, 4, 48, 24, "dense")
