@@ -190,6 +190,27 @@ def engine_mxfp8() -> str:
     return table(columns, lines, rows)
 
 
+def engine_others() -> str:
+    """The same step of Qwen3-MoE, and of Beam with adapters on attention too."""
+    rows = [row for row in rows_of("vllm_decode", tp=1, pp=1, layers=LAYERS) if row.get("of_tp", 8) == 8]
+    kinds = {
+        "Beam, attention and experts": [r for r in rows if r["arch"] == "beam" and r["attention_adapter"]],
+        "Qwen3-MoE, experts": [r for r in rows if r["arch"] == "qwen3" and not r["attention_adapter"]],
+    }
+    columns = ["model, adapters on", "base", "batch", "stock, per-expert", "ours, no adapter", "ours, per-expert"]
+    columns += ["ours, shared-outer", "per-expert over stock"]
+    lines = []
+    for kind, mine in kinds.items():
+        found = {(row["base"], row["batch"], row["kernels"], row["adapters"]): row for row in mine}
+        for base, batch in sorted({key[:2] for key in found}, key=lambda k: (k[0], -k[1])):
+            stock = found.get((base, batch, "stock", "per-expert"), {})
+            ours = [found.get((base, batch, "ours", a), {}) for a in ("none", "per-expert", "shared-outer")]
+            ratio = ours[1].get("ratio_to_stock_lora")
+            line = [kind, base, str(batch), *(us(row.get("us_per_layer")) for row in (stock, *ours))]
+            lines.append([*line, "-" if ratio is None else f"x{ratio:.2f}"])
+    return table(columns, lines, [r for mine in kinds.values() for r in mine]) if lines else NONE
+
+
 def engine_full() -> str:
     """Full-size layers over several GPUs: milliseconds a step of all of them, communication included."""
     rows = rows_of("vllm_decode", arch="beam-full")
@@ -307,6 +328,7 @@ SQUARE = "8192x8192/bfloat16"
 TABLES: dict[str, Callable[[], str]] = {
     "vllm_decode": engine,
     "vllm_decode_mxfp8": engine_mxfp8,
+    "vllm_decode_others": engine_others,
     "vllm_decode_full": engine_full,
     "router": router,
     "vllm_parity": parity,
