@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -193,6 +194,9 @@ def doctor(
     if url is not None:
         try:
             workers = ask(url)
+        except urllib.error.HTTPError as error:
+            asked = "is VLLM_SERVER_DEV_MODE=1 set there, and our --worker-extension-cls given?"
+            raise typer.BadParameter(f"doctor: {url!r} answered {error.code}: {asked}") from error
         except OSError as error:
             raise typer.BadParameter(f"doctor: no answer from {url!r}: {error}") from error
         for rank, worker in enumerate(workers):

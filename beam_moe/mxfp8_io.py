@@ -194,7 +194,7 @@ def save_checkpoint(
         The folder.
 
     Raises:
-        ValueError: nothing to write, a name given twice, or a tensor that `pack` refuses.
+        ValueError: nothing to write, a name that would be written twice, or a tensor that `pack` refuses.
     """
     folder = Path(folder)
     quantization_config(layout, activations=activations)
@@ -209,14 +209,15 @@ def save_checkpoint(
         shards.append((path, {name: t.nbytes for name, t in shard.items()}))
 
     for name, t in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        _require(name not in seen, f"save_checkpoint: {name} was given twice")
-        seen.add(name)
         if isinstance(t, MXFP8Tensor):
             parts = pack(name, t)
         else:
             parts = {name: t.contiguous()}
             if name.endswith(".weight") and t.ndim >= 2:
                 skipped.add(name.removesuffix(".weight"))
+        for part in parts:  # a quantised weight writes its scales too, under a name of theirs
+            _require(part not in seen, f"save_checkpoint: {part} was given twice")
+        seen.update(parts)
         parts_size = sum(p.nbytes for p in parts.values())
         if shard and size + parts_size > shard_bytes:
             flush()

@@ -147,6 +147,13 @@ def test_refuses(call, message, tmp_path, monkeypatch):
         call()
 
 
+@pytest.mark.parametrize("dense_first", [True, False])
+def test_a_tensor_cannot_take_the_name_of_another_ones_scales(dense_first, tmp_path):
+    tensors = [("a.weight_scale", torch.zeros(4)), ("a.weight", quantize_reference(torch.zeros(4, 64)))]
+    with pytest.raises(ValueError, match="save_checkpoint: a.weight_scale was given twice"):
+        save_checkpoint(iter(tensors if dense_first else tensors[::-1]), tmp_path)
+
+
 def test_refuses_an_unnamed_quantisation(tmp_path):
     save_file({"w": torch.zeros(4, 64, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")

@@ -297,6 +297,19 @@ _MXFP8: _Groups = (
 GROUPS: dict[str, _Groups] = {"dense": _DENSE, "mxfp8": _MXFP8}
 
 
+def _in_little_shared_memory(ruled: MoEConfig, inter: int, base: str) -> MoEConfig:
+    """A rule's configuration for 227 KiB of shared memory in 99 KiB, as sm_120 and sm_89 have.
+
+    Whole rows of h stay there under MXFP8 weights where they are short: by I alone, since `summing_as` gives every
+    size the same form of W2.
+    """
+    if base == "mxfp8":
+        whole = ruled.down_whole and inter <= 320
+        block_m = min(ruled.block_m, 32) if whole else ruled.block_m
+        return replace(ruled, down_stages=2, down_whole=whole, block_m=block_m)
+    return replace(ruled, down_stages=2) if ruled.down_stages > 3 else ruled
+
+
 @functools.lru_cache(maxsize=4096)
 def _pick(
     kind: str, index: int | None, tokens: int, top_k: int, experts: int, hidden: int, inter: int, base: str
@@ -304,11 +317,10 @@ def _pick(
     rule = MoEConfig.heuristic if base == "dense" else MoEConfig.mxfp8_heuristic
     ruled = rule(tokens, top_k, experts, hidden, inter)
     if kind == "cuda":
-        if ruled.down_stages > 3 and torch.cuda.is_available():
-            # four stages of large blocks are for 227 KiB of shared memory; with two they fit in 99 KiB, as of sm_120
+        if torch.cuda.is_available():
             properties = torch.cuda.get_device_properties(index)
             if getattr(properties, "shared_memory_per_block_optin", 0) < 200 << 10:  # absent from torch's stubs
-                ruled = replace(ruled, down_stages=2)
+                ruled = _in_little_shared_memory(ruled, inter, base)
         name = torch.cuda.get_device_name(index)
         tuned = tuning.lookup(name, OPS[base], tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
         if tuned is not None:

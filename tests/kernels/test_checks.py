@@ -198,7 +198,7 @@ def test_what_is_no_tensor_is_named(device):
         "prepare: t must be an MXFP8Tensor, got NoneType": lambda: prepare(None),
         "swizzle_scales: scale must be a tensor, got NoneType": lambda: swizzle_scales(None),
         "linear: x must be a tensor, got NoneType": lambda: linear(None, dense),
-        "linear: w must be a tensor, got list": lambda: linear(x, [w, w]),
+        r"linear: w must be a tensor or a pair .*, got list": lambda: linear(x, [w, w]),
         "linear: x is on .*, w on meta": lambda: linear(x, dense.to("meta")),
         "linear: bias must be a tensor, got list": lambda: linear(x, dense, [0.0]),
         "linear: values must be": lambda: linear(x, dense, values=3),

@@ -72,3 +72,11 @@ def test_mxfp8_takes_block_scaled_instructions_on_sm_100a(triton, tmp_path):
     stored = [row["tmem_stores"] - columns for row, columns in zip(native, tokens, strict=True)]
     by_registers = [0, 1, 2, 5, 6, 7]  # row-major scales, and any of 16 tokens
     assert [i for i, words in enumerate(stored) if words] == by_registers, stored
+
+
+def test_rules_fit_in_little_shared_memory(tmp_path):
+    """An sm_120 has 99 KiB for a program, less than half of an H200's."""
+    compiled, _ = compile_cases("oldest", tmp_path, "120", "moe_lora_rules")
+    assert len(compiled) >= 24 and {row["target"] for row in compiled} == {"sm_120a"}
+    over = [row for row in compiled if row["shared"] > 99 << 10]
+    assert not over, over

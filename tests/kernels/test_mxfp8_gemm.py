@@ -480,7 +480,6 @@ import json, re, sys
 sys.path.insert(0, sys.argv[1])
 import compile_cases as cases
 from beam_moe.kernels import mxfp8 as q
-cases.NAMES.setdefault(120, "NVIDIA RTX PRO 6000 Blackwell")
 with cases.pretend(int(sys.argv[2])) as compiled:
     w = q.quantize(cases.empty(1024, 512))
     for rows in (1, 64, 300):
