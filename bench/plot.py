@@ -67,7 +67,8 @@ def plot_share(rows: list[dict], folder: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
+    plotted = [r for layout in LABELS for r in pick(rows, layout=layout)]
+    figure.text(0.01, 0.005, provenance(plotted).replace("`", ""), fontsize=5)
     finish(figure, folder / "moe_decode_share.png")
 
 
@@ -105,13 +106,13 @@ def plot_launches(rows: list[dict], folder: Path) -> None:
 
 def plot_tax(rows: list[dict], folder: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2))
-    drawn = False
+    plotted: list[dict] = []
     for i, tokens in enumerate((16, 32, 64)):
         layouts = ("per_expert_r4", "per_expert_r16", "per_expert_r32", "per_expert_r64")
         mine = [r for layout in layouts for r in pick(rows, layout=layout) if r["tokens"] == tokens and "tax" in r]
         if not mine:
             continue
-        drawn = True
+        plotted += mine
         ranks = [r["rank"] for r in mine]
         axes.plot(ranks, [100 * r["tax"] for r in mine], f"C{i}o-", label=f"{tokens} tokens")
         bytes_alone = [100 * (r["floor_us"] / r["floor_base_us"] - 1) for r in mine]
@@ -119,14 +120,14 @@ def plot_tax(rows: list[dict], folder: Path) -> None:
         peers = [r for r in mine if r["peer_us"]]
         taxes = [100 * (r["peer_us"] / r["without_us"] - 1) for r in peers]
         axes.plot([r["rank"] for r in peers], taxes, f"C{i}x--", label=f"{tokens} tokens, vLLM")
-    if not drawn:
+    if not plotted:
         plt.close(figure)
         return
     axes.set(xlabel="rank", ylabel="time over the fastest without adapters, %", title=TITLE)
     axes.set_xticks([4, 16, 32, 64])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    figure.text(0.01, 0.005, provenance(rows).replace("`", ""), fontsize=5)
+    figure.text(0.01, 0.005, provenance(plotted).replace("`", ""), fontsize=5)
     finish(figure, folder / "moe_decode_tax.png")
 
 

@@ -142,6 +142,24 @@ def test_report_of_a_running_server():
     assert "model.layers.3.mlp.experts" in out and "EPLB moves its experts" in out and "fallback" in out
 
 
+def test_a_server_without_the_endpoint_is_told_from_none():
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_error(404)
+
+        def log_message(self, *args):
+            return None
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        result = CliRunner().invoke(cli.app, ["doctor", "--url", url], env={"COLUMNS": "200"})
+    finally:
+        server.shutdown()
+    assert result.exit_code == 2 and "answered 404: is VLLM_SERVER_DEV_MODE=1 set" in result.output, result.output
+
+
 @pytest.mark.parametrize(
     "args, named",
     [
