@@ -125,8 +125,9 @@ def plot_tax(rows: list[dict], folder: Path) -> None:
         return
     axes.set(xlabel="rank", ylabel="time over the fastest without adapters, %", title=TITLE)
     axes.set_xticks([4, 16, 32, 64])
+    axes.set_ylim(top=1.3 * axes.get_ylim()[1])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=3, loc="upper center")
     figure.text(0.01, 0.005, provenance(plotted).replace("`", ""), fontsize=5)
     finish(figure, folder / "moe_decode_tax.png")
 
