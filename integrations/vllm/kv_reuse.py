@@ -2,38 +2,30 @@
 
 vLLM's block hashes know an adapter's name and path. ``load_inplace`` keeps both and replaces the weights, and a file
 may change between two loads of one path, so with prefix caching a prompt seen before would be answered from the old
-adapter's KV. Here every replacement gives the adapter a new generation in the hash, in the engine's own process,
-whatever client asked for it: a load in place, a removal, and an adapter sent by `weight_sync`. The hash knows the
-number too: vLLM's server unloads an adapter by forgetting its number, which the engine does not hear of. Requests that
-wait meanwhile are hashed again; those that run keep the blocks they have.
+adapter's KV. Here the hash also knows the adapter's number and how often what has that number was replaced, in the
+engine's own process, whatever client asked for it: a load in place, a removal, and an adapter sent by `weight_sync`.
+vLLM's server unloads an adapter by forgetting its number, which the engine does not hear of: the next has another.
+Requests that wait meanwhile are hashed again; those that run keep the blocks they have.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import wraps
 from typing import Any
 
-Name = tuple[str, str]
-"""What vLLM's hashes know of an adapter: its name and path."""
-generations: Counter[Name] = Counter()
-"""Replacements so far."""
-hashed: defaultdict[int, set[Name]] = defaultdict(set)
-"""What blocks were hashed by since the last replacement, by ``lora_int_id``."""
+generations: Counter[int] = Counter()
+"""Replacements so far, by ``lora_int_id``."""
 REPLACES = ("beam_moe_load_adapter", "beam_moe_restore_adapter")
 """Methods of `weight_sync.WeightSync` that replace an adapter, called by themselves or by its ``beam_moe_attempt``."""
 NOTED = "_beam_moe_generation"
 """On a request: the generation that its block hashes are of."""
 
 
-def _name(lora: Any) -> Name:
-    return lora.lora_name, lora.lora_path
-
-
 def rehash(request: Any) -> None:
     """Compute the block hashes of a request that holds no blocks yet again, where its adapter has been replaced."""
     lora = request.lora_request
-    stale = lora is not None and getattr(request, NOTED, 0) != generations[_name(lora)]
+    stale = lora is not None and getattr(request, NOTED, 0) != generations[lora.lora_int_id]
     if stale and request.num_computed_tokens == 0 and request.block_hashes:
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -41,7 +33,7 @@ def rehash(request: Any) -> None:
 
 def replaced(core: Any, number: int) -> None:
     """Adapter ``number`` of an ``EngineCore`` has other weights from here on."""
-    generations.update(hashed.pop(number, ()))
+    generations[number] += 1
     for request in getattr(core.scheduler, "requests", {}).values():
         rehash(request)
 
@@ -66,9 +58,10 @@ def tell_generations_apart() -> None:
 
     @wraps(remove_lora)
     def removing(self: Any, lora_id: int) -> bool:
-        result = remove_lora(self, lora_id)
-        replaced(self, lora_id)
-        return result
+        try:
+            return remove_lora(self, lora_id)
+        finally:
+            replaced(self, lora_id)
 
     @wraps(rpc)
     def calling(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,11 +83,11 @@ def tell_generations_apart() -> None:
         lora = request.lora_request
         if lora is None:
             return hash_keys(request)
-        hashed[lora.lora_int_id].add(_name(lora))
-        setattr(request, NOTED, generations[_name(lora)])
+        number = lora.lora_int_id
+        setattr(request, NOTED, generations[number])
         # a request that itself loads in place may bring other weights every time: it shares blocks with no other
-        version = request.request_id if lora.load_inplace else generations[_name(lora)]
-        return [(kind, name, f"{path}#{lora.lora_int_id}#{version}") for kind, name, path in hash_keys(request)]
+        version = request.request_id if lora.load_inplace else generations[number]
+        return [(kind, name, f"{path}#{number}#{version}") for kind, name, path in hash_keys(request)]
 
     keys.__beam_moe__ = True  # type: ignore[attr-defined]
     EngineCore.add_lora, EngineCore.remove_lora = adding, removing  # type: ignore[method-assign]

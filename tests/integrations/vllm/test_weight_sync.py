@@ -418,7 +418,6 @@ def core(fake_hopper, monkeypatch):
     kv_reuse.tell_generations_apart()
     kv_cache_utils.init_none_hash(sha256)
     monkeypatch.setattr(kv_reuse, "generations", type(kv_reuse.generations)())
-    monkeypatch.setattr(kv_reuse, "hashed", type(kv_reuse.hashed)(set))
     core = object.__new__(EngineCore)
 
     def rpc(method, *args, **kwargs):
@@ -462,6 +461,12 @@ def fails_as_a_folder(core):
         core.add_lora(lora_request(load_inplace=True))
 
 
+def fails_as_it_is_removed(core):
+    core.model_executor.remove_lora = lambda number: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        core.remove_lora(1)
+
+
 def fails_on_one_rank(core, method, args):
     from beam_moe.integrations.vllm.weight_sync import refuse_requests_between_versions
 
@@ -489,9 +494,11 @@ def fails_on_one_rank(core, method, args):
         lambda core: fails_on_one_rank(core, "beam_moe_attempt", ("beam_moe_load_adapter", "adapter/1", 1, {})),
         lambda core: fails_on_one_rank(core, "beam_moe_load_adapter", ("adapter/1", 1, {})),
         fails_as_a_folder,
+        fails_as_it_is_removed,
     ],
     ids=["in place", "in place, another path", "removed", "from memory", "from memory, by name", "an attempt",
-         "taken back", "an attempt that fails on one rank", "failed on one rank", "a folder, on one rank"],
+         "taken back", "an attempt that fails on one rank", "failed on one rank", "a folder, on one rank",
+         "a removal, on one rank"],
 )  # fmt: skip
 def test_a_replaced_adapter_shares_no_block_with_the_one_before(core, replace):
     """Requests before and after, one that waits meanwhile, one on its way into the engine, and one that runs."""
