@@ -12,11 +12,12 @@ through. Its loaded adapters stay.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ class WeightSync:
         if prepared is None or prepared.id != number:
             prepared = read_adapter(manager, number, self._staged(key), config)
         else:
-            before = (*loaded_adapters(manager), sent_adapters(manager).get(number))
+            before = (loaded_adapters(manager), sent_adapters(manager).get(number))
             self.__dict__.setdefault("_beam_moe_before", {})[key] = before
         changed = sorted(prepared.loras)
         put_adapter(manager, prepared)
@@ -142,7 +143,7 @@ class WeightSync:
         """Undo a `beam_moe_load_adapter` that failed on this rank or another, half done or whole."""
         before = self.__dict__.get("_beam_moe_before", {}).pop(key, None)
         if before is not None:
-            *loaded, sent = before
+            loaded, sent = before
             manager = self._lora_manager()
             manager._adapter_manager.remove_adapter(number)
             put_back(manager, *loaded)
@@ -164,18 +165,12 @@ class WeightSync:
         model = self.model_runner.get_model()
         tensors = {plain_name(n): t for n, t in staged.items()}
         routers = {plain_name(n): d for n, d in routers.items()}
-        absent = missing(model, tensors)
-        if absent:
-            more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""
-            raise ValueError(f"weight sync: the engine kept old weights: {', '.join(absent[:4])}{more} did not come")
-        strange = foreign(model, tensors)
-        if strange:
-            more = f" and {len(strange) - 4} more" if len(strange) > 4 else ""
-            raise ValueError(f"weight sync: no layer takes {', '.join(strange[:4])}{more}")
-        wrong = misshapen(model, tensors)
-        if wrong:
-            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-            raise ValueError(f"weight sync: {', '.join(wrong[:4])}{more}")
+        if absent := missing(model, tensors):
+            raise ValueError(f"weight sync: the engine kept old weights: {shown(absent)} did not come")
+        if strange := foreign(model, tensors):
+            raise ValueError(f"weight sync: no layer takes {shown(strange)}")
+        if wrong := misshapen(model, tensors):
+            raise ValueError(f"weight sync: {shown(wrong)}")
         ours = {n for n in (*tensors, *router_parameters(model)) if is_router(n)}
         undeclared = sorted(n for n in ours if n not in routers)
         if undeclared:
@@ -249,6 +244,11 @@ class WeightSync:
         from beam_moe.integrations.vllm.report import report
 
         return report(self.model_runner.get_model())
+
+
+def shown(names: list[str]) -> str:
+    """The first few of what may be thousands."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 EXPERT = re.compile(r"(\.experts\.\d+\.[a-z]+_proj)\.weight")
@@ -557,13 +557,13 @@ def sent_adapters(manager: Any) -> dict[int, Any]:
 # --- adapters from a folder, in the worker
 
 
-def load_step(worker: Any, step: str, request: Any) -> tuple[Any, str | None]:
+def load_step(worker: Any, step: Callable[[Any, Any], Any], request: Any) -> tuple[Any, str | None]:
     """A step of `load_on_every_rank_or_none`; its result and None, or None and the text of its error."""
     try:
         worker.model_runner._ensure_lora_enabled()
-        return LOAD_STEPS[step](worker.model_runner.lora_manager, request), None
+        return step(worker.model_runner.lora_manager, request), None
     except Exception as error:
-        log.exception("loading an adapter: %s failed", step)
+        log.exception("loading an adapter: %s failed", step.__name__)
         return None, str(error) or type(error).__name__
 
 
@@ -580,26 +580,87 @@ def _load(manager: Any, request: Any) -> bool:
     return True
 
 
-def _forget(manager: Any, request: Any) -> tuple[list[Any], list[int]] | None:
-    manager.__dict__.pop("_beam_moe_read", None)
-    return manager.__dict__.pop("_beam_moe_replaced", None)
-
-
 def _take_back(manager: Any, request: Any) -> None:
-    before = _forget(manager, request)
+    before = manager.__dict__.get("_beam_moe_replaced")
+    _forget(manager, request)
     if before is not None:
         manager._adapter_manager.remove_adapter(request.lora_int_id)
         put_back(manager, *before)
 
 
-def _end(manager: Any, request: Any) -> None:
-    _forget(manager, request)
-
-
-LOAD_STEPS: dict[str, Callable[[Any, Any], Any]] = {"read": _read, "load": _load, "take back": _take_back, "end": _end}
+def _forget(manager: Any, request: Any) -> None:
+    for kept in ("_beam_moe_read", "_beam_moe_replaced"):
+        manager.__dict__.pop(kept, None)
 
 
 # --- at the caller
+
+
+Calls = Generator[tuple[str, tuple[Any, ...]], list[Any], Any]
+"""Calls of every worker by ``collective_rpc``: method and arguments. Each is sent what the workers answered."""
+
+
+def first_error(results: Iterable[tuple[Any, str | None]]) -> str | None:
+    """The first error among what `WeightSync.beam_moe_attempt` answered on every rank, None when there is none.
+
+    One of a reload that had begun comes first: it tells what state the engine is in.
+    """
+    errors = [error for _, error in results if error is not None]
+    return next((e for e in errors if PARTLY in e), errors[0] if errors else None)
+
+
+def results_of(answers: Iterable[tuple[Any, str | None]]) -> list[Any]:
+    """What each rank's attempt returned; the first error of any as a ValueError."""
+    answers = list(answers)
+    error = first_error(answers)
+    if error is not None:
+        raise ValueError(error)
+    return [result for result, _ in answers]
+
+
+def attempt(method: str, *args: Any) -> Calls:
+    """One call of `WeightSync.beam_moe_attempt`; what `results_of` says of it."""
+    return results_of((yield "beam_moe_attempt", (method, *args)))
+
+
+def discard(key: str) -> Calls:
+    """Free what failed calls left in the workers; an engine that cannot even do that has said why before."""
+    with suppress(Exception):
+        yield "beam_moe_discard", (key,)
+
+
+def refusal(error: Exception) -> Exception:
+    """An error of the engine: vLLM's client of an engine in another process makes an ``Exception`` of any."""
+    text = str(error).removeprefix("Call to collective_rpc method failed: ")
+    return ValueError(text) if type(error) is Exception else error
+
+
+def make_calls(calls: Calls, llm: Any) -> Any:
+    """Make ``calls`` of an ``LLM`` until they return."""
+    step = partial(next, calls)
+    try:
+        while True:
+            method, args = step()
+            try:
+                step = partial(calls.send, llm.collective_rpc(method, args=args))
+            except Exception as error:
+                step = partial(calls.throw, refusal(error))
+    except StopIteration as end:
+        return end.value
+
+
+async def make_calls_async(calls: Calls, engine: Any) -> Any:
+    """`make_calls` for an ``AsyncLLM``."""
+    step = partial(next, calls)
+    try:
+        while True:
+            method, args = step()
+            try:
+                step = partial(calls.send, await engine.collective_rpc(method, args=args))
+            except Exception as error:
+                step = partial(calls.throw, refusal(error))
+    except StopIteration as end:
+        return end.value
 
 
 class AdapterSync:
@@ -617,6 +678,7 @@ class AdapterSync:
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"AdapterSync: number must be an integer of at least 1, got {number!r}")
         self.name, self.number, self.generation = name, number, 0
+        self._updating = asyncio.Lock()
 
     @property
     def request(self) -> Any:
@@ -627,27 +689,23 @@ class AdapterSync:
             raise ValueError(f"AdapterSync: {self.name} has not been sent yet")
         return LoRARequest(self.name, self.number, f"{IN_MEMORY}{self.name}/{self.generation}")
 
-    def _calls(self, tensors: Any, config: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        key = f"adapter/{self.number}"
+    def _calls(self, tensors: Any, config: dict[str, Any]) -> Calls:
+        key, loading = f"adapter/{self.number}", False
+        try:
+            yield "beam_moe_discard", (key,)
+            for piece in pieces(tensors):
+                yield from attempt("beam_moe_stage", key, piece)
+            changed = yield from attempt("beam_moe_prepare_adapter", key, self.number, config)
+            if not any(changed):
+                raise ValueError(f"AdapterSync: {self.name} changes no module on any rank")
+            loading = True
+            yield from attempt("beam_moe_load_adapter", key, self.number, config)
+        except Exception:
+            if loading:
+                yield from attempt("beam_moe_restore_adapter", key, self.number)
+            yield from discard(key)
+            raise
         yield "beam_moe_discard", (key,)
-        for piece in pieces(tensors):
-            yield "beam_moe_attempt", ("beam_moe_stage", key, piece)
-        for method in ("beam_moe_prepare_adapter", "beam_moe_load_adapter"):
-            yield "beam_moe_attempt", (method, key, self.number, config)
-        yield "beam_moe_discard", (key,)
-
-    def _check(self, method: str, args: tuple[Any, ...], results: list[Any]) -> None:
-        results = _answers(method, results)
-        if args[0] == "beam_moe_prepare_adapter" and not any(results):
-            raise ValueError(f"AdapterSync: {self.name} changes no module on any rank")
-
-    def _undo(self, args: tuple[Any, ...]) -> list[tuple[str, tuple[Any, ...]]]:
-        """What takes a call that failed back on every rank; what is refused earlier has changed nothing."""
-        if args[0] != "beam_moe_load_adapter":
-            return []
-        return [("beam_moe_attempt", ("beam_moe_restore_adapter", *args[1:3]))]
-
-    def _finish(self) -> Any:
         self.generation += 1
         return self.request
 
@@ -663,63 +721,32 @@ class AdapterSync:
             ValueError: an adapter that a rank refuses, in its words, or that changes no module on any. Every rank keeps
                 the version before, also where one fails while it loads.
         """
-        for method, args in self._calls(tensors, config):
-            try:
-                self._check(method, args, llm.collective_rpc(method, args=args))
-            except Exception:
-                for undo, given in self._undo(args):
-                    _answers(undo, llm.collective_rpc(undo, args=given))
-                raise
-        return self._finish()
+        return make_calls(self._calls(tensors, config), llm)
 
     async def update_async(self, engine: Any, tensors: Any, config: dict[str, Any]) -> Any:
-        """`update` for an ``AsyncLLM``."""
-        for method, args in self._calls(tensors, config):
-            try:
-                self._check(method, args, await engine.collective_rpc(method, args=args))
-            except Exception:
-                for undo, given in self._undo(args):
-                    _answers(undo, await engine.collective_rpc(undo, args=given))
-                raise
-        return self._finish()
+        """`update` for an ``AsyncLLM``; updates that overlap land one after another."""
+        async with self._updating:
+            return await make_calls_async(self._calls(tensors, config), engine)
 
 
-def _weight_calls(
-    tensors: Any, routers: dict[str, Any] | None
-) -> tuple[Iterator[tuple[str, tuple[Any, ...]]], dict[str, Any]]:
+def _weight_calls(tensors: Any, routers: dict[str, Any] | None) -> Calls:
+    """The calls of `sync_weights`; which routers each rank compared, and those stated."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     named: Iterable[tuple[str, torch.Tensor]] = ((plain_name(n), t) for n, t in items)
     if routers is None:
         named = list(named)
         routers = declare_routers(named)
     stated = {plain_name(n): d for n, d in routers.items()}
-
-    def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    try:
         yield "beam_moe_discard", ("weights",)
         for piece in pieces(named):  # one at a time: a checkpoint may be most of the host's memory
-            yield "beam_moe_attempt", ("beam_moe_stage", "weights", piece)
-        for method in ("beam_moe_check_weights", "beam_moe_update_weights"):
-            yield "beam_moe_attempt", (method, "weights", stated)
-
-    return calls(), stated
-
-
-def first_error(results: Iterable[tuple[Any, str | None]]) -> str | None:
-    """The first error among what `WeightSync.beam_moe_attempt` answered on every rank, None when there is none.
-
-    One of a reload that had begun comes first: it tells what state the engine is in.
-    """
-    errors = [error for _, error in results if error is not None]
-    return next((e for e in errors if PARTLY in e), errors[0] if errors else None)
-
-
-def _answers(method: str, results: list[Any]) -> list[Any]:
-    if method != "beam_moe_attempt":
-        return results
-    error = first_error(results)
-    if error is not None:
-        raise ValueError(error)
-    return [result for result, _ in results]
+            yield from attempt("beam_moe_stage", "weights", piece)
+        yield from attempt("beam_moe_check_weights", "weights", stated)
+        compared = yield from attempt("beam_moe_update_weights", "weights", stated)
+    except Exception:
+        yield from discard("weights")
+        raise
+    return compared, stated
 
 
 def _all_compared(results: list[list[str]], stated: Mapping[str, Any]) -> None:
@@ -732,7 +759,7 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
     """Replace an engine's base weights, check every router on the engine's side, drop the KV of the old weights.
 
     Requests that run meanwhile start over, by the new weights, with the tokens they have. Each worker holds the whole
-    checkpoint in host memory until it is loaded.
+    checkpoint in host memory until it is loaded or refused.
 
     Args:
         llm: an ``LLM``.
@@ -746,24 +773,18 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
             rank refuses at once reaches none. An error that names `PARTLY` came later: it refuses requests, and ends
             the engine where some run or wait already, until another `sync_weights` goes through. Loaded adapters stay.
     """
-    calls, stated = _weight_calls(tensors, routers)
-    results: list[list[str]] = []
-    for method, args in calls:
-        results = _answers(method, llm.collective_rpc(method, args=args))
+    compared, stated = make_calls(_weight_calls(tensors, routers), llm)
     if not llm.reset_prefix_cache(**EVERY_KV):
         raise ValueError(KV_STAYS)
-    _all_compared(results, stated)
+    _all_compared(compared, stated)
 
 
 async def sync_weights_async(engine: Any, tensors: Any, routers: dict[str, Any] | None = None) -> None:
     """`sync_weights` for an ``AsyncLLM``."""
-    calls, stated = _weight_calls(tensors, routers)
-    results: list[list[str]] = []
-    for method, args in calls:
-        results = _answers(method, await engine.collective_rpc(method, args=args))
+    compared, stated = await make_calls_async(_weight_calls(tensors, routers), engine)
     if not await engine.reset_prefix_cache(**EVERY_KV):
         raise ValueError(KV_STAYS)
-    _all_compared(results, stated)
+    _all_compared(compared, stated)
 
 
 # --- in the engine's own process
@@ -783,17 +804,16 @@ def load_on_every_rank_or_none() -> None:
 
     @wraps(add_lora)
     def adding(self: Any, lora_request: Any) -> bool:
-        def every_rank(step: str) -> list[Any]:
-            answers = self.model_executor.collective_rpc(load_step, args=(step, lora_request))
-            return _answers("beam_moe_attempt", answers)
+        def every_rank(step: Callable[[Any, Any], Any]) -> list[Any]:
+            return results_of(self.model_executor.collective_rpc(load_step, args=(step, lora_request)))
 
         try:
-            every_rank("read")
-            loaded = all(every_rank("load"))
+            every_rank(_read)
+            loaded = all(every_rank(_load))
         except Exception:
-            every_rank("take back")
+            every_rank(_take_back)
             raise
-        every_rank("end")
+        every_rank(_forget)
         return loaded
 
     adding.__beam_moe_steps__ = True  # type: ignore[attr-defined]

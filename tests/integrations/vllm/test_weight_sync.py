@@ -263,12 +263,70 @@ def test_an_adapter_that_one_rank_refuses_reaches_none(harness, engine, refused,
         assert difference(harness, engine, 0) < LIMIT and sync.generation == 1
         experts = engine.model.moe_layers[0].routed_experts.quant_method.moe_kernel.impl.fused_experts
         assert sorted(engine.manager._adapter_manager.lora_index_to_id) == [1, 2] and experts.ranks.tolist() == [4, 4]
+        assert not held(engine.llm.workers[0]), "memory of a version that was refused"
     refusing.refuses = False
     sync.update(llm, harness.adapter_tensors("per_expert", seed=2), CONFIG)
     assert difference(harness, engine, 2) < LIMIT, "what was prepared before must be gone"
     assert llm.collective_rpc("beam_moe_discard", args=("adapter/1",)) == [None, None]
-    kept = vars(engine.llm.workers[0])
-    assert not any(kept.get(f"_beam_moe_{name}") for name in ("staged", "prepared", "before")), "memory of a version"
+    assert not held(engine.llm.workers[0]), "memory of a version"
+
+
+def held(worker):
+    """What a worker keeps of a sync that is over."""
+    return [name for name in ("staged", "prepared", "before") if vars(worker).get(f"_beam_moe_{name}")]
+
+
+def test_a_sync_that_fails_at_the_caller_leaves_no_memory(harness, engine):
+    """A checkpoint is most of a worker's memory, and whoever sends it may never come back."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync, sync_weights
+
+    def tensors():
+        yield "model.norm.weight", torch.zeros(4)
+        raise KeyError("the trainer's")
+
+    for sync in (
+        lambda: sync_weights(engine.llm, tensors(), {}),
+        lambda: sync_weights(engine.llm, {"model.norm.weight": torch.zeros(4)}),
+        lambda: AdapterSync("policy", 1).update(engine.llm, {}, CONFIG),
+    ):
+        with pytest.raises((KeyError, ValueError), match="the trainer's|did not come|nothing was staged"):
+            sync()
+        assert not held(engine.llm.workers[0])
+
+
+def test_updates_that_overlap_are_not_mixed(harness, engine, monkeypatch):
+    """Each of several pieces: the engine answers one's calls between the other's."""
+    from beam_moe.integrations.vllm import weight_sync
+
+    async def rpc(*args, **options):
+        await asyncio.sleep(0)
+        return engine.llm.collective_rpc(*args, **options)
+
+    async def both():
+        await asyncio.gather(*(sync.update_async(SimpleNamespace(collective_rpc=rpc), v, CONFIG) for v in versions))
+
+    monkeypatch.setattr(weight_sync.pieces, "__defaults__", (2000,))
+    versions = [harness.adapter_tensors("per_expert", seed=seed) for seed in (0, 1)]
+    sync = weight_sync.AdapterSync("policy", 1)
+    asyncio.run(both())
+    assert difference(harness, engine, 1) < LIMIT and sync.generation == 2
+
+
+def test_what_an_engine_in_another_process_refuses_is_a_value_error(engine):
+    """vLLM's client raises a bare `Exception` for it; what is wrong with the engine itself keeps its type."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    for error, kind in ((Exception("Call to collective_rpc method failed: is a router"), ValueError),
+                        (RuntimeError("is a router"), RuntimeError)):  # fmt: skip
+
+        def rpc(method, args, error=error):
+            if args[0] == "beam_moe_stage":
+                raise error
+            return [None]
+
+        for update in (AdapterSync("policy", 1).update, as_blocking(AdapterSync("policy", 1).update_async)):
+            with pytest.raises(kind, match="^is a router$"):
+                update(SimpleNamespace(collective_rpc=rpc), {"a": torch.zeros(1)}, CONFIG)
 
 
 def as_blocking(update):
