@@ -442,6 +442,14 @@ SEAMS: tuple[Seam, ...] = (
         "as above",
     ),
     Seam(
+        "v1/worker/lora_model_runner_mixin.py",
+        "LoRAModelRunnerMixin._ensure_lora_enabled",
+        ("self",),
+        "read",
+        "vLLM's error for an engine without LoRA, for the above",
+        "as above",
+    ),
+    Seam(
         "v1/engine/core.py",
         "EngineCore.remove_lora",
         ("self", "lora_id"),
