@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
@@ -272,7 +272,7 @@ def checkpoint_names(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterato
         yield EXPERT.sub(r"\1.base_layer.weight", name) if wrapped else name, tensor
 
 
-def missing(model: Any, names: Iterable[str]) -> list[str]:
+def missing(model: Any, names: Collection[str]) -> list[str]:
     """What this rank's part of ``model`` holds weights of and ``names``, plain checkpoint names, do not, sorted.
 
     vLLM joins projections and experts into one parameter and counts it as loaded with the first of them: the others
@@ -300,7 +300,7 @@ def missing(model: Any, names: Iterable[str]) -> list[str]:
     return sorted(absent)
 
 
-def foreign(model: Any, names: Iterable[str]) -> list[str]:
+def foreign(model: Any, names: Collection[str]) -> list[str]:
     """Those of ``names``, plain checkpoint names, that no layer takes on any rank, sorted: adapters' factors, and in
     Beam what belongs to no module of it.
 

@@ -1,6 +1,7 @@
 """Weights from memory into a running engine: adapters in place, routers checked, KV of old weights never reused."""
 
 import asyncio
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -42,6 +43,7 @@ class QueuedEngine(Engine):
         self.queues = [[] for _ in workers]
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        args = pickle.loads(pickle.dumps(args))
         for queue, worker in zip(self.queues, self.workers):
             try:
                 queue.append((True, call(worker, method, args, kwargs)))
