@@ -52,6 +52,9 @@ def test_a_pair_of_views_is_kept_by_reference_and_one_memory_twice_is_one_a():
     bank = ExpertLoRA((gate_a, up_a), (gate_b, up_b), w2_a, w2_b)
     assert not bank.one_a and bank.gate_up_a[1] is up_a and bank.gate_up_b[0] is gate_b
     assert ExpertLoRA((gate_a, gate_a.view(L, E, R, H)), (gate_b, up_b), w2_a, w2_b).one_a
+    every_second = torch.randn(L, E, 2 * R, H)[:, :, ::2]
+    first = every_second.as_strided((L, E, R, H), (E * 2 * R * H, 2 * R * H, H, 1))  # from the same element on
+    assert not ExpertLoRA((every_second, first), (gate_b, up_b), w2_a, w2_b).one_a
 
 
 def test_strided_banks_are_taken_as_they_are():
@@ -95,6 +98,12 @@ def test_a_bad_factor_is_named(argument, change):
 def test_bad_per_slot_values_are_named(name, value):
     with pytest.raises(ValueError, match=f"ExpertLoRA: {name} must be"):
         ExpertLoRA(*factors(L), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["ranks", "enabled"])
+def test_per_slot_values_lie_where_the_bank_does(name):
+    with pytest.raises(ValueError, match=f"ExpertLoRA: {name} must be on the bank's device cpu, got meta"):
+        ExpertLoRA(*factors(L), **{name: torch.ones(L, dtype=torch.int32, device="meta")})
 
 
 def test_ranks_out_of_range_are_found_only_when_asked(monkeypatch):
@@ -170,11 +179,19 @@ def test_write_slot_refuses_what_does_not_fit():
         bank.write_slot_(0, ExpertLoRA(*factors(1, R + 1)))
     with pytest.raises(ValueError, match="adapter's num_experts must be 4, got 2"):
         bank.write_slot_(0, ExpertLoRA(*factors(experts=2)))
+    for field, axis in (("hidden", 0), ("intermediate", 1)):
+        w13_a, w13_b, w2_a, w2_b = factors()
+        narrow = (w13_a[..., :1], w13_b, w2_a, w2_b[:, :, :1]), (w13_a, w13_b[:, :, :, :1], w2_a[..., :1], w2_b)
+        with pytest.raises(ValueError, match=f"adapter's {field} must be .*, got 1"):
+            bank.write_slot_(0, ExpertLoRA(*narrow[axis]))  # one that copy_ would repeat
     with pytest.raises(ValueError, match="adapter must be an ExpertLoRA, got dict"):
         bank.write_slot_(0, {})
     for kind, field in (({"shared_outer": True}, "shared_a"), ({"one_a": True}, "one_a")):
         with pytest.raises(ValueError, match=f"got {field}=False"):
             ExpertLoRA.zeros(1, SHARD, R, torch.float32, **kind).write_slot_(0, fits)
+    shared_b = ExpertLoRA(*factors()[:3], factors(shared=True)[3])
+    with pytest.raises(ValueError, match="experts in w2_b, adapter must too, got shared_b=False"):
+        shared_b.write_slot_(0, fits)
 
 
 def test_zeros_wants_a_shard():
@@ -193,6 +210,16 @@ def test_slot_is_a_view_and_to_keeps_one_a():
     gate_a = torch.randn(1, E, R, H)
     pair = ExpertLoRA((gate_a, gate_a), *factors()[1:])
     assert pair.to(dtype=torch.bfloat16).one_a and pair.to(dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_slot_and_to_keep_live_ranks_and_disabled_slots():
+    ranks, enabled = (torch.tensor(v, dtype=torch.int32) for v in ([2, 5, R], [1, 0, 1]))
+    bank = ExpertLoRA(*factors(L), ranks=ranks, enabled=enabled)
+    half = bank.to(dtype=torch.bfloat16)
+    assert half.ranks.tolist() == [2, 5, R] and half.enabled.tolist() == [1, 0, 1]
+    assert bank.slot(1).ranks.tolist() == [5] and bank.slot(1).enabled.tolist() == [0]
+    bank.slot(2).clear_slot_(0)
+    assert bank.enabled.tolist() == [1, 0, 0]
 
 
 @pytest.mark.gpu

@@ -50,9 +50,10 @@ def test_mixed_batch(device, tokens, hidden, widths, rank):
     assert not torch.equal(out[0], before[0])
 
 
-def test_factors_beyond_a_live_rank_are_not_used(device):
+@pytest.mark.parametrize("hidden", [96, 512], ids=["masked-steps", "whole-steps"])
+def test_factors_beyond_a_live_rank_are_not_used(device, hidden):
     """A slot that a smaller adapter took over may hold anything behind it; a slice without factors stays bare."""
-    out, x, a, b = operands(device, 4, 96, (32, 48), 2, 16)
+    out, x, a, b = operands(device, 4, hidden, (32, 48), 2, 16)
     ids, ranks = ints([0, 1, 0, 1], device), ints([[5, 0], [0, 16]], device)
     for t in a:
         t[0, 5:] = float("nan")
@@ -115,6 +116,14 @@ def test_strided_input_and_output(device):
     assert bool((out[:, 64:] == 7).all())
 
 
+def test_rows_behind_the_batch_stay(device):
+    """The first rows of an engine's larger buffers, whose further ids name adapters too."""
+    out, x, a, b = operands(device, 6, 96, (24,), 1, 8)
+    ids, ranks, before = ints([0] * 6, device), ints([[8]], device), out.clone()
+    add_lora(out[:5], x[:5], a, b, ids[:5], ranks)
+    assert torch.equal(out[5], before[5]) and not torch.equal(out[4], before[4])
+
+
 def test_nothing_to_do(device):
     out, x, a, b = operands(device, 0, 32, (16,), 1, 8)
     add_lora(out, x, a, b, ints([], device), ints([[8]], device))
@@ -135,6 +144,9 @@ def test_nothing_to_do(device):
         ({"a": [torch.zeros(2, 8, 32).half()]}, "as many slices"),
         ({"a": [torch.zeros(2, 8, 32).half(), torch.zeros(2, 4, 32).half()]}, r"a\[1\] must be"),
         ({"a": [torch.zeros(2, 128, 32).half()] * 2}, r"R within 1..64"),
+        ({"a": [torch.zeros(2, 32, 8).half().mT] * 2}, r"a\[0\] must be contiguous"),
+        ({"a": [torch.zeros(2, 8, 32).half()] * 5, "b": [torch.zeros(2, 8, 8).half()] * 5}, r"as many slices, 1\.\.4"),
+        ({"x": torch.zeros(2, 0).half(), "a": [torch.zeros(2, 8, 0).half()] * 2}, r"K > 0, got \(2, 0\)"),
         ({"b": [torch.zeros(2, 16, 8), torch.zeros(2, 8, 8).half()]}, r"b\[0\] must be contiguous"),
         ({"b": [torch.zeros(3, 16, 8).half(), torch.zeros(2, 8, 8).half()]}, r"b\[0\] must be \(2, W, 8\)"),
         ({"lora_ids": torch.zeros(2, dtype=torch.int64)}, "lora_ids must be contiguous int32"),
@@ -164,6 +176,15 @@ def test_refusals(device, change, message):
     arguments |= {k: there(v) for k, v in change.items()}
     with pytest.raises(ValueError, match=message):
         add_lora(**arguments)
+
+
+@pytest.mark.parametrize("name", ["out", "lora_ids", "ranks"])
+def test_operands_lie_on_one_device(device, name):
+    out, x, a, b = operands(device, 2, 32, (16,), 1, 8)
+    arguments = {"out": out, "lora_ids": ints([0, 0], device), "ranks": ints([[8]], device)}
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(ValueError, match=f"add_lora: {name} must be on {x.device}, got meta"):
+        add_lora(x=x, a=a, b=b, **arguments)
 
 
 @pytest.mark.gpu

@@ -279,12 +279,13 @@ def test_slots_mixed_with_bare_rows(device, shared, one_a, dtype):
 @pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
 def test_disabled_slots_rank_zero_and_ids_out_of_range_leave_the_bare_result(device, shared, rows):
     """Not the rows of slot 0, which a clamped id would give; nor of a bank whose factors are NaN in those slots."""
-    args = layer(device, 8, top_k=1, rank=8, slots=4, shared=shared)
+    args = layer(device, 8, top_k=1, rank=8, slots=5, shared=shared)
     bank = args["lora"]
-    for factor in (bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b):
+    parts = [factor[:4] for factor in (bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b)]  # a fifth slot lies behind
+    for factor in parts:
         factor[1:3] = float("nan")
-    ranks, enabled = ints(8, 8, 0, 5, device=device), ints(1, 0, 1, 1, device=device)
-    args["lora"] = ExpertLoRA(bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b, ranks=ranks, enabled=enabled)
+    ranks, enabled = ints(8, 8, 0, 5, 8, device=device)[:4], ints(1, 0, 1, 1, 1, device=device)[:4]
+    args["lora"] = ExpertLoRA(*parts, ranks=ranks, enabled=enabled)
     args["lora_ids"] = ints(0, 1, 2, 3, -1, 4, -7, 2**30, device=device)
     config = dataclasses.replace(SMALL, rows=rows)
     got = check(args, config)
@@ -343,17 +344,21 @@ def test_pairs_of_gate_and_up_as_an_engine_stacks_them(device, shared, up_first)
     assert torch.equal(check(args), fused_moe(**stacked, config=SMALL))
 
 
-def test_strides_of_every_operand(device):
+@pytest.mark.parametrize(
+    ("rows", "down_whole", "rank"), [("plan", False, 8), ("plan", True, 8), ("direct", False, 8), ("direct", True, 40)]
+)
+def test_strides_of_every_operand(device, rows, down_whole, rank):
     """x, the weights, the bank and ``out`` cut out of memory that holds NaN, which is neither read nor written."""
-    args = layer(device, 3, rank=8, shared=True)
-    dense = fused_moe(**args, config=SMALL)
+    args = layer(device, 3, rank=rank, shared=True)
+    config = dataclasses.replace(SMALL, rows=rows, down_whole=down_whole)
+    dense = fused_moe(**args, config=config)
     for name in ("x", "w13", "w2"):
         args[name] = poison(args[name])
     bank = args["lora"]
     args["lora"] = ExpertLoRA(*map(poison, (bank.w13_a, bank.w13_b, bank.w2_a, bank.w2_b)))
     frame = torch.full((5, 64), 7.0, dtype=torch.float16, device=device)
     args["out"] = frame[1:4, 8:56]
-    got = check(args)
+    got = check(args, config)
     assert got is args["out"] and torch.equal(got, dense)
     got.fill_(7.0)
     assert bool((frame == 7.0).all()), "nothing is written beside out"
@@ -397,27 +402,35 @@ def test_an_adapter_swapped_in_place_is_the_one_used(device):
 # --- routing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", ["plan", "search", "direct"])
-def test_expert_map_of_an_expert_parallel_rank(device, rows):
+WAYS = {"plan": {}, "search": {"rows": "search"}, "direct": {"rows": "direct"}, "joined": {"lag": 2}}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+@pytest.mark.parametrize("way", WAYS)
+def test_expert_map_of_an_expert_parallel_rank(device, way, shared):
     """Six global experts, three of them here under local ids (and local factors); -1, and ids that nobody has."""
-    args = layer(device, 4, experts=4, rank=8)
+    args = layer(device, 4, experts=4, rank=8, shared=shared)
+    config = dataclasses.replace(SMALL, **WAYS[way])
     args["expert_map"] = ints(2, -1, 0, -1, 1, 9, device=device)  # 9: no local expert either
     args["topk_ids"] = ints([0, 1], [2, 4], [6, -1], [5, 4], device=device)
-    got = check(args, dataclasses.replace(SMALL, rows=rows))
+    got = check(args, config)
     assert bool((got[2] == 0).all())
     local = {k: v for k, v in args.items() if k != "expert_map"}
     local["topk_ids"] = ints([2, -1], [0, 1], [-1, -1], [-1, 1], device=device)
-    assert torch.equal(got, fused_moe(**local, config=dataclasses.replace(SMALL, rows=rows)))
+    assert torch.equal(got, fused_moe(**local, config=config))
 
 
-@pytest.mark.parametrize("rows", ["plan", "search", "direct"])
-def test_ids_at_or_above_the_number_of_experts_add_nothing(device, rows):
+@pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ids_at_or_above_the_number_of_experts_add_nothing(device, way, shared):
     """An id equal to E is how engines mark a shared expert or padding; its weight may be anything."""
-    args = layer(device, 3, rank=8)
+    args = layer(device, 3, rank=8, shared=shared)
     args["topk_ids"] = ints([4, 1], [-1, 2], [0, 2**30], device=device)
     args["topk_weights"][0, 0] = args["topk_weights"][1, 0] = float("nan")
     ids, weights = args["topk_ids"], args["topk_weights"]
-    got = fused_moe(**args, config=dataclasses.replace(SMALL, rows=rows))
+    memory = torch.full((1 << 20,), 255, dtype=torch.uint8, device=device)  # NaN
+    workspace = Workspace(memory, 3, 2, 8)
+    got = fused_moe(**args, config=dataclasses.replace(SMALL, **WAYS[way]), workspace=workspace)
     args["topk_weights"] = torch.where((ids >= 0) & (ids < 4), weights, 0.0)
     assert_close("fused_moe", reference(args), got, LIMIT[torch.float16])
 
@@ -437,6 +450,21 @@ def test_routed_scaling_is_applied_once(device):
     got = check({**args, "routed_scaling": 2.5})
     once, twice = reference(args).float() * 2.5, reference(args).float() * 6.25
     assert error_ratio(once, got) < 1e-3 < 0.5 < error_ratio(twice, got)
+    rounded_before = (fused_moe(**args, config=SMALL).float() * 2.5).to(got.dtype)
+    assert not torch.equal(got, rounded_before), "scaled in fp32, then rounded"
+
+
+def test_choices_are_summed_in_ascending_order(device):
+    """Two that cancel, then one that would be lost beside either."""
+    args = layer(device, 2, top_k=3)
+    args["topk_ids"][:] = args["topk_ids"][:, :1]
+    args["topk_weights"][:] = torch.tensor([2.0**30, -(2.0**30), 1.0])
+    last = {
+        **args,
+        "topk_ids": args["topk_ids"][:, 2:].contiguous(),
+        "topk_weights": torch.ones_like(args["x"][:, :1]).float(),
+    }
+    assert torch.equal(fused_moe(**args, config=SMALL), fused_moe(**last, config=SMALL))
 
 
 def test_weights_of_the_router_are_applied_once_and_in_fp32(device):
@@ -499,7 +527,11 @@ def test_the_same_call_gives_the_same_bits(device):
         assert torch.equal(first, fused_moe(**args, config=TILED))
 
 
-@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, rows="search")], ids=["plan", "search"])
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, dataclasses.replace(SMALL, rows="search"), dataclasses.replace(SMALL, down_whole=True)],
+    ids=["plan", "search", "whole"],
+)
 @pytest.mark.parametrize("shared", [False, True], ids=["per_expert", "shared"])
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(device, config, shared):
     """Another batch of as many tokens: other contents (NaN too), experts, weights and adapters beside the row."""
@@ -508,7 +540,7 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(device, config, shared):
     row = 3
     keep = torch.arange(5, device=device) == row
     other = layer(device, 5)
-    other["x"][0] = float("nan")
+    other["x"][[0, row + 1]] = float("nan")  # the latter is what a load past the row's end would meet
     for name in ("x", "topk_weights", "topk_ids"):
         args[name] = torch.where(keep[:, None], args[name], other[name])
     args["lora_ids"] = torch.where(keep, args["lora_ids"], ints(-1, 0, 0, 1, 1, device=device))
@@ -532,6 +564,7 @@ def _joined_cases():
         "one_a": ({"tokens": 20, "rank": 24, "one_a": True, "slots": 3}, {}),
         "shared_one_a": ({"tokens": 5, "rank": 33, "one_a": True, "shared": True}, {}),
         "two_blocks_an_expert": ({"tokens": 70, "top_k": 1, "experts": 3, "rank": 8}, {}),
+        "every_block_in_use": ({"tokens": 33, "top_k": 1, "experts": 1, "rank": 8}, {}),
         "nothing_routed": ({"tokens": 3, "rank": 8, "shared": True}, {"topk_ids": -1}),
     }
 
@@ -780,6 +813,13 @@ def test_shares_of_the_hidden_axis_are_cut_alike_where_sums_are_to_agree(base, h
     assert shares or base == "mxfp8"
 
 
+def test_the_form_of_mxfp8_weights_is_the_one_whose_sums_are_asked_for():
+    for whole in (False, True):
+        ours, theirs = MoEConfig(down_whole=not whole), MoEConfig(down_whole=whole)
+        assert ours.summing_as(theirs, base="mxfp8").down_whole == whole
+        assert ours.summing_as(theirs).down_whole != whole, "which changes no sum of dense weights"
+
+
 def test_with_out_and_workspace_nothing_is_allocated(device, monkeypatch):
     args = layer(device, 3, rank=8)
     ref = reference(args)
@@ -814,17 +854,43 @@ def test_a_workspace_serves_smaller_batches_and_bare_rows_after_larger_ones(devi
     assert torch.equal(got[[0, 2]], alone[[0, 2]])
 
 
-@pytest.mark.parametrize("sizes", [(4, 2, 4, 48, 24, 8), (300, 8, 16, 64, 32, 0), (1060, 2, 64, 5120, 64, 32)])
+@pytest.mark.parametrize("sizes", [(4, 2, 4, 48, 24, 8), (300, 8, 16, 64, 32, 0), (544, 2, 64, 5120, 64, 32)])
 def test_a_workspace_is_large_enough_for_every_batch_up_to_its_size(sizes):
     """Launch parameters change with the batch, so the largest batch is not the one that needs most."""
     tokens, top_k, experts, hidden, inter, rank = sizes
     device = torch.device("cpu")
     workspace = moe_workspace(tokens, top_k, shard(experts, hidden, inter), rank, device)
-    for count in range(1, tokens + 1):
-        config = MoEConfig.pick(device, count, top_k, experts, hidden, inter)
-        assert bytes_needed(Shape(count, top_k, experts, hidden, inter, rank), config) <= workspace.buffer.numel(), (
-            count
-        )
+    for base in config_module.OPS:
+        for count in range(1, tokens + 1):
+            config = MoEConfig.pick(device, count, top_k, experts, hidden, inter, base=base)
+            need = bytes_needed(Shape(count, top_k, experts, hidden, inter, rank), config)
+            assert need <= workspace.buffer.numel(), (base, count)
+
+
+def test_a_workspace_is_cut_anew_for_another_dtype_and_configuration(device):
+    workspace, shape = moe_workspace(4, 2, shard(), 8, device), Shape(2, 2, 4, 48, 24, 8)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert workspace.buffers(shape, SMALL, dtype).h.dtype == dtype
+    for lag, counts in ((0, 0), (1, 9)):
+        assert len(workspace.buffers(shape, dataclasses.replace(SMALL, lag=lag), torch.float16).counts) == counts
+
+
+@pytest.mark.parametrize(
+    ("shape", "changed"),
+    [
+        pytest.param({"tokens": 32, "top_k": 1, "experts": 33}, {"lag": 1}, id="32-blocks"),  # whose counts fill 260 B
+        pytest.param({"tokens": 2, "top_k": 1, "inter": 512, "shared": True, "one_a": True}, {}, id="few-rows-of-a"),
+    ],
+)
+def test_nothing_is_written_past_a_workspace_of_exact_size(device, shape, changed):
+    args = layer(device, **{"hidden": 16, "inter": 16, "rank": 64, **shape})
+    config = dataclasses.replace(SMALL, **changed)
+    tokens, top_k = args["topk_ids"].shape
+    need = bytes_needed(Shape(tokens, top_k, len(args["w2"]), 16, args["w2"].shape[2], 64), config)
+    memory = torch.full((need + 2**16,), 255, dtype=torch.uint8, device=device)
+    args["workspace"] = Workspace(memory[:need], tokens, top_k, 64)
+    check(args, config)
+    assert bool((memory[need:] == 255).all())
 
 
 def test_a_workspace_that_is_too_small_is_refused(device):
@@ -913,6 +979,10 @@ REFUSED = {
         "topk_weights", lambda a: torch.cat([a["topk_weights"]] * 2, 1)[:, :2], "topk_weights must be contiguous"
     ),
     "map-dtype": ("expert_map", lambda a: torch.arange(4).to(a["x"].device), "expert_map must be torch.int32"),
+    "map-dims": ("expert_map", lambda a: a["topk_ids"], "expert_map must be a tensor of 1 dimensions"),
+    "out-rows": (
+        "out", lambda a: a["x"].as_strided((3, 48), (47, 1)), "out must be of rows that do not overlap .* 48 elements"
+    ),
     "out-shape": ("out", lambda a: a["x"][:2], r"out must be \(3, 48\), got \(2, 48\)"),
     "out-dtype": ("out", lambda a: a["x"].float(), "out must be torch.float16, got torch.float32"),
     "lora-ids-shape": ("lora_ids", lambda a: a["lora_ids"][:2], r"lora_ids must be \(3,\), got \(2,\)"),
@@ -976,6 +1046,9 @@ def test_values_on_the_device_are_checked_where_asked_for(device, monkeypatch):
         fused_moe(**{**args, "topk_weights": weights})
     args["lora"].ranks[1] = 9
     with pytest.raises(ValueError, match=r"lora.ranks must be within 0..8, got 8..9"):
+        fused_moe(**args)
+    args["lora"].ranks[1] = -1
+    with pytest.raises(ValueError, match=r"lora.ranks must be within 0..8, got -1..8"):
         fused_moe(**args)
 
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from beam_moe.kernels.moe_lora import MoEConfig
-from beam_moe.kernels.moe_lora.pipeline import block_rows
+from beam_moe.kernels.moe_lora import plan as plan_module
+from beam_moe.kernels.moe_lora.pipeline import block_rows, wait_for_counts
 from beam_moe.kernels.moe_lora.plan import build_plan, totals_needed
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -32,10 +33,16 @@ def expected(ids, expert_map, experts, block_m):
     return blocks
 
 
+def cut(values, behind, device):
+    """``values`` as int32, before ``behind`` in memory: what a load past their end would find."""
+    memory = torch.tensor([*values, behind], dtype=torch.int32, device=device)
+    return memory[:-1]
+
+
 def plan(ids, expert_map, experts, block_m, device, experts_per_program=1, wide=1):
     """(order, block_experts, widths) of one launch, as lists; ids (T, K)."""
-    ids = torch.tensor(ids, dtype=torch.int32, device=device)
-    emap = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32, device=device)
+    ids = cut(ids, [0] * len(ids[0]), device)
+    emap = None if expert_map is None else cut(expert_map, 0, device)
     blocks = MoEConfig(block_m=block_m).blocks(ids.numel(), experts)
     order = torch.full((blocks * block_m,), EMPTY, dtype=torch.int32, device=device)
     table = torch.full((blocks,), EMPTY, dtype=torch.int32, device=device)
@@ -121,6 +128,16 @@ def test_every_pair_of_one_expert_each_needs_the_most_blocks(device):
     check(ids, None, 3, 16, device)
 
 
+def test_full_blocks_leave_none_between_them_empty(device):
+    check([[0]] * 32 + [[1]] * 16 + [[2]], None, 3, 16, device)
+
+
+def test_the_most_pairs_that_the_plan_counts_itself_need_no_totals(device, monkeypatch):
+    monkeypatch.setattr(plan_module, "_count_kernel", None)
+    assert totals_needed(4096, 3) == 0 < totals_needed(4097, 3)
+    check([[0, 2]] * 2048, None, 3, 32, device)
+
+
 @triton.jit
 def _rows_kernel(
     topk_ids_ptr, expert_map_ptr, order_ptr, table_ptr, P, E_GLOBAL, E,
@@ -136,8 +153,8 @@ def _rows_kernel(
 
 def rows_without_a_plan(ids, expert_map, experts, block_m, block_p, device):
     """[(expert, pairs)] of every block, -1 for none, as `block_rows` finds them."""
-    ids = torch.tensor(ids, dtype=torch.int32, device=device)
-    emap = ids if expert_map is None else torch.tensor(expert_map, dtype=torch.int32, device=device)
+    ids = cut(ids, 0, device)
+    emap = ids if expert_map is None else cut(expert_map, 0, device)
     pairs = ids.numel()
     order = torch.full((pairs, block_m), EMPTY, dtype=torch.int32, device=device)
     table = torch.full((pairs,), EMPTY, dtype=torch.int32, device=device)
@@ -167,3 +184,28 @@ def test_direct_takes_each_valid_pair_alone(device):
     expert_map = [3, -1, 1]
     got = rows_without_a_plan(ids, expert_map, 4, 16, 1, device)
     assert got == [(e, [p]) if e >= 0 else (-1, []) for p, e in enumerate(local(ids, expert_map, 4))]
+
+
+def test_search_goes_on_to_the_further_blocks_of_an_expert(device):
+    ids = [0] * 40 + [1]
+    got = rows_without_a_plan(ids, None, 2, 16, 64, device)
+    led = {0: (0, [*range(16)]), 16: (0, [*range(16, 32)]), 32: (0, [*range(32, 40)]), 40: (1, [40])}
+    assert got == [led.get(p, (-1, [])) for p in range(41)]
+
+
+@triton.jit
+def _wait_kernel(counts_ptr, wanted, blocks):
+    wait_for_counts(counts_ptr, wanted, blocks, True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would hang")
+def test_every_count_is_waited_for_and_no_further_one(device):
+    """300 of them, more than one step looks at; the one behind is never raised."""
+    counts = torch.full((301,), 2, dtype=torch.int32, device=device)
+    counts[300] = 0
+    _wait_kernel[(1,)](counts, 2, 300)
+    for missing in (0, 127, 128, 299):
+        short = counts.clone()
+        short[missing] = 1
+        with pytest.raises(Exception, match="a program waits for others than those before it"):
+            _wait_kernel[(1,)](short, 2, 300)

@@ -86,6 +86,12 @@ def test_saturated_scores_tie(device):
     assert weights.tolist() == [[1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.0, 0.0]]
 
 
+def test_scores_of_zero_are_renormalised_to_zero(device):
+    """Their sum is zero, which the divisor's 1e-20 keeps from making them NaN."""
+    weights, ids = route(torch.full((2, 8), -200.0, device=device), top_k=3)
+    assert not weights.any() and ids.tolist() == [[0, 1, 2]] * 2
+
+
 def test_a_group_whose_two_best_are_equal(device):
     """Both count: 2 x 0.5 beats 0.62 + 0.27, and 0.5 + 0.5 ties with 0.5 + 0.5."""
     logits = torch.tensor([[0.5, -1.0, 0.0, 0.0, 0.0, 0.0]], device=device)
@@ -218,6 +224,18 @@ def test_weights_are_not_rounded(device):
     assert torch.equal(logits[0], weight[:, 5])
 
 
+@pytest.mark.parametrize("rest", [2**-2, 2**-10, 2**-18])
+def test_no_product_of_two_pieces_is_left_out(rest, device):
+    """Two terms that cancel but for one piece of a weight: what is left of it meets every piece of x."""
+    x = torch.zeros(1, 16, device=device)
+    x[:, :2] = 1.5 + 1.5 * 2**-9 + 1.5 * 2**-17
+    weight = torch.zeros(16, 16, device=device)
+    weight[:, 0] = -(1.0 if rest > 2**-18 else 1 + 2**-10)
+    weight[:, 1] = rest - weight[:, 0]
+    logits = grouped_topk(x, weight, top_k=1, return_logits=True)[2]
+    assert_close("logits", (x.double() @ weight.double().T).float(), logits, 2e-7)
+
+
 def launch(block_e=16, block_t=16, abreast=False, split_grid=True, warps=4, stages=2):
     return {
         "block_e": block_e, "block_t": block_t, "abreast": abreast, "split_grid": split_grid, "warps": warps,
@@ -337,7 +355,9 @@ def test_no_tokens(device):
         ({"bias": torch.zeros(15)}, r"bias must be contiguous float32 of shape \(16,\)"),
         ({"bias": torch.zeros(16, dtype=torch.float64)}, "bias must be contiguous float32"),
         ({"x": torch.zeros(3, 32, dtype=torch.float64)}, "x must be bfloat16, float16 or float32, got torch.float64"),
+        ({"bias": torch.zeros(32)[::2]}, "bias must be contiguous float32"),
         ({"x": torch.zeros(3, 33)}, "gate_weight must be"),
+        ({"x": torch.zeros(3, 0), "gate_weight": torch.zeros(16, 0)}, r"with x's H = 0 > 0, got \(16, 0\)"),
         ({"x": torch.zeros(32, 3).T}, "x must have innermost stride 1"),
         ({"x": torch.zeros(32)}, "x must have 2 dimensions"),
         ({"x": torch.zeros(3, 32, requires_grad=True)}, "x must not require a gradient"),
