@@ -199,7 +199,8 @@ def save_checkpoint(
     folder = Path(folder)
     quantization_config(layout, activations=activations)
     folder.mkdir(parents=True, exist_ok=True)
-    skipped, seen, size = set(ignore), set(), 0
+    skipped, size = set(ignore), 0
+    seen: set[str] = set()
     shards: list[tuple[Path, dict[str, int]]] = []
     shard: dict[str, torch.Tensor] = {}
 
