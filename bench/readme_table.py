@@ -140,14 +140,17 @@ def prefill() -> str:
     return table(columns, lines, rows)
 
 
+def step_rows(**wanted: object) -> list[dict]:
+    """Rows of one rank's share of TP 8; those of an engine without LoRA come last, so that a dict keeps them."""
+    rows = rows_of("vllm_decode", tp=1, pp=1, layers=LAYERS, **wanted)
+    rows = [row for row in rows if row["rank"] in (0, 32) and row.get("of_tp", 8) == 8]
+    return sorted(rows, key=lambda row: row["lora_enabled"], reverse=True)
+
+
 def engine() -> str:
     """The real engine on Beam, bf16: stock kernels and ours by batch, and what ours gains."""
-    rows = rows_of("vllm_decode", arch="beam", base="bf16", tp=1, pp=1, layers=LAYERS, attention_adapter=False)
-    rows = [row for row in rows if row["rank"] in (0, 32) and row.get("of_tp", 8) == 8]
-    times = {
-        (row["batch"], row["kernels"], row["adapters"]): row
-        for row in sorted(rows, key=lambda r: r["lora_enabled"], reverse=True)  # an engine without LoRA, where measured
-    }
+    rows = step_rows(arch="beam", base="bf16", attention_adapter=False)
+    times = {(row["batch"], row["kernels"], row["adapters"]): row for row in rows}
     if not times:
         return NONE
     columns = ["batch", "experts read", "stock, no adapter", "stock, per-expert", "stock, shared-outer"]
@@ -174,7 +177,7 @@ def engine() -> str:
 
 def engine_mxfp8() -> str:
     """The same engine on an MXFP8 base, with and without per-expert adapters."""
-    rows = rows_of("vllm_decode", arch="beam", base="mxfp8", tp=1, pp=1, layers=LAYERS, attention_adapter=False)
+    rows = step_rows(arch="beam", base="mxfp8", attention_adapter=False)
     found = {(row["batch"], row["kernels"], row["adapters"]): row for row in rows}
     if not found:
         return NONE
@@ -192,10 +195,9 @@ def engine_mxfp8() -> str:
 
 def engine_others() -> str:
     """The same step of Qwen3-MoE, and of Beam with adapters on attention too."""
-    rows = [row for row in rows_of("vllm_decode", tp=1, pp=1, layers=LAYERS) if row.get("of_tp", 8) == 8]
     kinds = {
-        "Beam, attention and experts": [r for r in rows if r["arch"] == "beam" and r["attention_adapter"]],
-        "Qwen3-MoE, experts": [r for r in rows if r["arch"] == "qwen3" and not r["attention_adapter"]],
+        "Beam, attention and experts": step_rows(arch="beam", attention_adapter=True),
+        "Qwen3-MoE, experts": step_rows(arch="qwen3", attention_adapter=False),
     }
     columns = ["model, adapters on", "base", "batch", "stock, per-expert", "ours, no adapter", "ours, per-expert"]
     columns += ["ours, shared-outer", "per-expert over stock"]
