@@ -49,10 +49,12 @@ def finish(figure: plt.Figure, path: Path) -> None:
 
 def plot_share(rows: list[dict], folder: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2))
+    plotted: list[dict] = []
     for i, (layout, label) in enumerate(LABELS.items()):
         mine = pick(rows, layout=layout)
         if not mine:
             continue
+        plotted += mine
         axes.plot([r["tokens"] for r in mine], [100 * r["share"] for r in mine], f"C{i}o-", label=f"{label}: beam-moe")
         if peers := [r for r in mine if r["peer_us"]]:
             axes.plot(
@@ -67,7 +69,6 @@ def plot_share(rows: list[dict], folder: Path) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    plotted = [r for layout in LABELS for r in pick(rows, layout=layout)]
     figure.text(0.01, 0.005, provenance(plotted).replace("`", ""), fontsize=5)
     finish(figure, folder / "moe_decode_share.png")
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -114,6 +115,18 @@ def test_a_plugin_that_vllm_leaves_out(monkeypatch):
     assert "seams in use" not in run() and "VLLM_PLUGINS=another leaves out beam_moe" in run()
 
 
+@contextmanager
+def server(do_post):
+    """The address of an HTTP server whose handler answers POST by ``do_post``."""
+    handler = type("Handler", (BaseHTTPRequestHandler,), {"do_POST": do_post, "log_message": lambda *args: None})
+    listening = HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}"
+    finally:
+        listening.shutdown()
+
+
 def test_report_of_a_running_server():
     row = {"layer": "model.layers.3.mlp.experts", "experts": "TritonExperts", "ours_up_to_tokens": 0, "lora": False}
     report = {
@@ -122,41 +135,21 @@ def test_report_of_a_running_server():
     }
     asked = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"results": [report]}).encode())
+    def answer(self):
+        asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"results": [report]}).encode())
 
-        def log_message(self, *args):
-            return None
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        out = run("--url", f"http://127.0.0.1:{server.server_port}/")
-    finally:
-        server.shutdown()
+    with server(answer) as url:
+        out = run("--url", f"{url}/")
     assert asked == [("/collective_rpc", {"method": "beam_moe_report"})]
     assert "model.layers.3.mlp.experts" in out and "EPLB moves its experts" in out and "fallback" in out
 
 
 def test_a_server_without_the_endpoint_is_told_from_none():
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.send_error(404)
-
-        def log_message(self, *args):
-            return None
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}"
+    with server(lambda self: self.send_error(404)) as url:
         result = CliRunner().invoke(cli.app, ["doctor", "--url", url], env={"COLUMNS": "200"})
-    finally:
-        server.shutdown()
     assert result.exit_code == 2 and "answered 404: is VLLM_SERVER_DEV_MODE=1 set" in result.output, result.output
 
 
