@@ -9,10 +9,14 @@
     lora_ids  (T,)            int32; outside 0..L-1 is no adapter
     ranks     (L, S)          int32: the live rank of each slot in each slice, 0 where it has no factors there
 
-A program computes ``A x`` of its rows for itself, in fp32, rounds it once, and adds its columns of ``B A x`` in fp32 to
-what is there. So nothing is exchanged between programs, and a row's bits depend on its own adapter alone. Rows without
-an adapter are neither read nor written. Where no slot has factors in its slice, a program ends after one load: a graph
-captured with this launch costs little while no loaded adapter touches the layer.
+Where K is long, the first programs of the launch make shares of ``A x`` and the others wait for them; where it is
+short, each makes it for itself, which is quicker than waiting. Either way its fp32 sums run over the same shares in the
+same order, ``A x`` is rounded once, and ``B A x`` is added in fp32 to what is there, so a row's bits depend on its own
+adapter alone. Rows without an adapter are neither read nor written. Where no slot has factors in its slice, a program
+ends after one load: a graph captured with this launch costs little while no loaded adapter touches the layer.
+
+Those waits rely on programs being started in the order of their ids, as `moe_lora`'s one launch does;
+``BEAM_MOE_JOIN=0`` goes without them.
 """
 
 from collections.abc import Sequence
@@ -22,9 +26,17 @@ import torch
 import triton
 import triton.language as tl
 
+from beam_moe import env
 from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
-from beam_moe.kernels.launch import supports_pdl
-from beam_moe.kernels.moe_lora.pipeline import dot, let_next_start, load_ranks, wait_for_previous
+from beam_moe.kernels.launch import ARRIVAL_COUNTERS, ArrivalCounters, supports_pdl
+from beam_moe.kernels.moe_lora.pipeline import (
+    count_up,
+    dot,
+    let_next_start,
+    load_ranks,
+    wait_for_count,
+    wait_for_previous,
+)
 
 MAX_TOKENS = 1024
 MAX_RANK = 64
@@ -32,42 +44,62 @@ MAX_SLICES = 4
 
 _BLOCK_M = 16
 _BLOCK_K = 256
+_SHORT_K, _SHARE_K, _MOST_SHARES = 1024, 512, 16
+
+_arrivals = ArrivalCounters()
 
 
 @triton.jit
-def _add_slice(
-    x_ptr, a_ptr, b_ptr, out_ptr, t, slot, rank, n, width, SLOTS, stride_xt, stride_ot,
-    K: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
+def _shrink(
+    x_ptr, a_ptr, t, slot, rank, first_k, SLOTS, stride_xt, K: tl.constexpr, SHARE: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Add to columns ``n`` of one slice: ``slot`` and ``rank`` (BLOCK_M,) of the rows ``t``, -1 and 0 for none."""
+    """fp32 (BLOCK_M, BLOCK_R): ``A x`` of the rows ``t``, each by its own slot's A, over one share of K."""
     r = tl.arange(0, BLOCK_R)
-    mask_n = n < width
+    k = first_k + tl.arange(0, BLOCK_K)
+    out = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for current in range(SLOTS):
         mine = (slot == current) & (rank > 0)
         live = tl.max(tl.where(mine, rank, 0), 0)
         if live > 0:
-            k = tl.arange(0, BLOCK_K)
             x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride_xt + k[None, :]
             a_ptrs = a_ptr + (tl.cast(current, tl.int64) * RANK + r)[:, None] * K + k[None, :]
-            shrunk = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for start in range(0, K, BLOCK_K):
-                if K % BLOCK_K == 0:
+            acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            for start in range(0, SHARE, BLOCK_K):
+                if K % SHARE == 0 and SHARE % BLOCK_K == 0:
                     x = tl.load(x_ptrs, mask=mine[:, None], other=0.0)
                     a = tl.load(a_ptrs, mask=(r < live)[:, None], other=0.0)
                 else:
                     mask_k = start + k < K
                     x = tl.load(x_ptrs, mask=mine[:, None] & mask_k[None, :], other=0.0)
                     a = tl.load(a_ptrs, mask=(r < live)[:, None] & mask_k[None, :], other=0.0)
-                shrunk = dot(x, tl.trans(a), shrunk, INTERPRETED)
+                acc = dot(x, tl.trans(a), acc, INTERPRETED)
                 x_ptrs += BLOCK_K
                 a_ptrs += BLOCK_K
+            out = tl.where(mine[:, None], acc, out)
+    return out
+
+
+@triton.jit
+def _expand(
+    shrunk, b_ptr, out_ptr, t, slot, rank, n, width, SLOTS, stride_ot, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Add ``B`` times ``shrunk`` (BLOCK_M, BLOCK_R) to the columns ``n`` of one slice, each row by its own slot's B."""
+    r = tl.arange(0, BLOCK_R)
+    mask_n = n < width
+    for current in range(SLOTS):
+        mine = (slot == current) & (rank > 0)
+        live = tl.max(tl.where(mine, rank, 0), 0)
+        if live > 0:
             b_ptrs = b_ptr + (tl.cast(current, tl.int64) * width + n)[:, None] * RANK + r[None, :]
             b = load_ranks(b_ptrs, mask_n, r, live, RANK)
             out_ptrs = out_ptr + t.to(tl.int64)[:, None] * stride_ot + n[None, :]
             mask = mine[:, None] & mask_n[None, :]
             before = tl.load(out_ptrs, mask=mask, other=0.0)
-            added = dot(shrunk.to(b.dtype), tl.trans(b), before.to(tl.float32), INTERPRETED)
+            # the ranks of this slot alone: another one's rows may be longer, and its sums not finite
+            own = tl.where(mine[:, None] & (r < live)[None, :], shrunk, 0.0)
+            added = dot(own.to(b.dtype), tl.trans(b), before.to(tl.float32), INTERPRETED)
             tl.store(out_ptrs, added.to(before.dtype), mask=mask)
 
 
@@ -79,6 +111,8 @@ def _add_lora_kernel(
     ranks_ptr,  # (SLOTS, slices)
     a_ptrs,  # for each slice (SLOTS, RANK, K)
     b_ptrs,  # for each slice (SLOTS, WIDTHS[s], RANK)
+    part_ptr,  # (row blocks, slices, SHARES, BLOCK_M, BLOCK_R) fp32, EXCHANGE
+    counts_ptr,  # (row blocks, slices, 2) int32: shares that are there, programs that have seen them all; left zero
     T,
     SLOTS,
     stride_xt,
@@ -86,7 +120,9 @@ def _add_lora_kernel(
     WIDTHS: tl.constexpr,
     SLOTS_P2: tl.constexpr,
     K: tl.constexpr,
+    SHARE: tl.constexpr,
     RANK: tl.constexpr,
+    EXCHANGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -94,30 +130,68 @@ def _add_lora_kernel(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of columns, slice by slice, cdiv(T, BLOCK_M))."""
+    """Grid (EXCHANGE: shares of K, slice by slice; then blocks of columns, slice by slice; cdiv(T, BLOCK_M))."""
+    SHARES: tl.constexpr = (K + SHARE - 1) // SHARE
+    SLICES: tl.constexpr = len(WIDTHS)
     wait_for_previous(PDL)
     let_next_start(PDL)
-    block = tl.program_id(0)
-    t = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_m = tl.arange(0, BLOCK_M)
+    t = tl.program_id(1) * BLOCK_M + offs_m
     slot = tl.load(ids_ptr + t, mask=t < T, other=-1)
     known = (slot >= 0) & (slot < SLOTS)
     slots = tl.arange(0, SLOTS_P2)
-    first_block = 0
+    tile = offs_m[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+    first_program = 0
     first_column = 0
-    for s in tl.static_range(len(WIDTHS)):
-        here = block - first_block
+    for s in tl.static_range(SLICES):
+        if EXCHANGE:
+            share = tl.program_id(0) - s * SHARES
+            block = tl.program_id(0) - SLICES * SHARES - first_program
+        else:
+            share = -1
+            block = tl.program_id(0) - first_program
         blocks = (WIDTHS[s] + BLOCK_N - 1) // BLOCK_N
-        if (here >= 0) & (here < blocks):
+        shrinks = (share >= 0) & (share < SHARES)
+        if shrinks | ((block >= 0) & (block < blocks)):
             # of all slots first: this does not wait for the ids, and is mostly all that is read
-            ranks = tl.load(ranks_ptr + slots * len(WIDTHS) + s, mask=slots < SLOTS, other=0)
+            ranks = tl.load(ranks_ptr + slots * SLICES + s, mask=slots < SLOTS, other=0)
             if tl.max(ranks, 0) > 0:
-                rank = tl.load(ranks_ptr + slot * len(WIDTHS) + s, mask=known, other=0)
-                _add_slice(
-                    x_ptr, a_ptrs[s], b_ptrs[s], out_ptr + first_column, t, slot, tl.minimum(rank, RANK),
-                    here * BLOCK_N + tl.arange(0, BLOCK_N), WIDTHS[s], SLOTS, stride_xt, stride_ot,
-                    K, RANK, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, INTERPRETED,
-                )  # fmt: skip
-        first_block += blocks
+                rank = tl.minimum(tl.load(ranks_ptr + slot * SLICES + s, mask=known, other=0), RANK)
+                if tl.max(rank, 0) > 0:
+                    if EXCHANGE:
+                        at = tl.program_id(1) * SLICES + s
+                        parts = part_ptr + tl.cast(at, tl.int64) * (SHARES * BLOCK_M * BLOCK_R) + tile
+                        counts = counts_ptr + at * 2
+                    if shrinks:
+                        shrunk = _shrink(
+                            x_ptr, a_ptrs[s], t, slot, rank, share * SHARE, SLOTS, stride_xt,
+                            K, SHARE, RANK, BLOCK_M, BLOCK_K, BLOCK_R, INTERPRETED,
+                        )  # fmt: skip
+                        if EXCHANGE:
+                            tl.store(parts + share * (BLOCK_M * BLOCK_R), shrunk)
+                            count_up(counts)
+                    else:
+                        shrunk = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+                        if EXCHANGE:
+                            wait_for_count(counts, SHARES, INTERPRETED)
+                            for i in tl.static_range(SHARES):
+                                shrunk += tl.load(parts + i * (BLOCK_M * BLOCK_R))
+                            tl.debug_barrier()  # all threads have seen the count before it may become zero
+                            if tl.atomic_add(counts + 1, 1, sem="relaxed") == blocks - 1:
+                                tl.store(counts, 0)
+                                tl.store(counts + 1, 0)
+                        else:
+                            for i in range(SHARES):
+                                shrunk += _shrink(
+                                    x_ptr, a_ptrs[s], t, slot, rank, i * SHARE, SLOTS, stride_xt,
+                                    K, SHARE, RANK, BLOCK_M, BLOCK_K, BLOCK_R, INTERPRETED,
+                                )  # fmt: skip
+                        _expand(
+                            shrunk, b_ptrs[s], out_ptr + first_column, t, slot, rank,
+                            block * BLOCK_N + tl.arange(0, BLOCK_N), WIDTHS[s], SLOTS, stride_ot,
+                            RANK, BLOCK_R, INTERPRETED,
+                        )  # fmt: skip
+        first_program += blocks
         first_column += WIDTHS[s]
 
 
@@ -174,6 +248,13 @@ def _check(
     refuse_overlap("add_lora", out, **read)
 
 
+def share_of(hidden: int) -> int:
+    """The part of K over which one sum of ``A x`` runs: by K alone, since it orders the sums."""
+    if hidden <= _SHORT_K:
+        return max(hidden, 1)
+    return max(_SHARE_K, triton.cdiv(triton.cdiv(hidden, _MOST_SHARES), _BLOCK_K) * _BLOCK_K)
+
+
 def launch_form(tokens: int, widths: Sequence[int]) -> int:
     """What a call of this size compiles, beyond the layer's shapes: the columns of a program."""
     narrow = sum(triton.cdiv(w, 64) for w in widths) * triton.cdiv(tokens, _BLOCK_M)
@@ -190,7 +271,7 @@ def add_lora(
 ) -> None:
     """Add each row's adapter to ``out``, in place. See the head of this file.
 
-    For batches as small as decode's: ``A x`` is computed again for every block of columns.
+    For batches as small as decode's.
 
     Args:
         out: ``(T, sum W_s)``, the base layer's output; innermost stride 1; in no operand's memory.
@@ -210,14 +291,24 @@ def add_lora(
     if tokens == 0 or slots == 0:
         return
     widths = tuple(t.shape[1] for t in b)
-    block_n = launch_form(tokens, widths)
+    block_n, row_blocks = launch_form(tokens, widths), triton.cdiv(tokens, _BLOCK_M)
+    block_r, share = max(16, triton.next_power_of_2(rank)), share_of(hidden)
+    shares = triton.cdiv(hidden, share)
+    part, counts = x, None
+    if shares > 1 and row_blocks * len(a) * 2 <= ARRIVAL_COUNTERS and env.flag("JOIN"):
+        counts = _arrivals.get(x.device)
+    if counts is not None:
+        part = torch.empty(row_blocks, len(a), shares, _BLOCK_M, block_r, dtype=torch.float32, device=x.device)
+    programs = sum(triton.cdiv(w, block_n) for w in widths) + (0 if counts is None else len(a) * shares)
     pdl = supports_pdl(x.device)
     extra: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     with torch.cuda.device_of(x):
-        _add_lora_kernel[(sum(triton.cdiv(w, block_n) for w in widths), triton.cdiv(tokens, _BLOCK_M))](
-            x, out, lora_ids, ranks, tuple(a), tuple(b), tokens, slots, x.stride(0), out.stride(0),
-            WIDTHS=widths, SLOTS_P2=triton.next_power_of_2(slots), K=hidden, RANK=rank,
-            BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, BLOCK_R=max(16, triton.next_power_of_2(rank)),
+        _add_lora_kernel[(programs, row_blocks)](
+            x, out, lora_ids, ranks, tuple(a), tuple(b), part, ranks if counts is None else counts,
+            tokens, slots, x.stride(0), out.stride(0),
+            WIDTHS=widths, SLOTS_P2=triton.next_power_of_2(slots), K=hidden, SHARE=share, RANK=rank,
+            EXCHANGE=counts is not None,
+            BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, BLOCK_R=block_r,
             INTERPRETED=x.device.type == "cpu", PDL=pdl,
             num_warps=4, num_stages=4, **extra,
         )  # fmt: skip

@@ -361,6 +361,7 @@ def linear_lora():
     layer(16, 5120, (768, 128, 128, 768), 1, 32)
     layer(64, 768, (5120,), 4, 64)
     layer(3, 200, (40, 40), 2, 5, dtype=torch.float16)
+    layer(64, 1601, (40, 40), 2, 33)
 
 
 def elementwise():
