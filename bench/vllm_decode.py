@@ -45,6 +45,7 @@ runs vLLM's kernels under a subclass that only declares it.
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -56,6 +57,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -474,6 +477,32 @@ def wait_for_turn(rows: Path, ladder: int) -> None:
     print(f"its turn, after a wait of {time.monotonic() - begin:.1f} s", flush=True)
 
 
+def print_kernels(title: str, generate: Callable[[int], object], layers: int) -> None:
+    """GPU time of a decode step by kernel, summed over its launches, a layer each: by the profiler, which sees every
+    launch whole, so that those that overlap add up to more than the step."""
+    from harness import print_table
+    from torch.profiler import ProfilerActivity, profile
+
+    def seen(tokens: int) -> tuple[Counter, Counter]:
+        us, launches = Counter(), Counter()
+        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+            generate(tokens)
+        for event in prof.key_averages():
+            us[event.key] += event.self_device_time_total
+            launches[event.key] += event.count
+        return us, launches
+
+    few, many = 4, 20
+    (us, launches), (us_many, launches_many) = seen(few), seen(many)
+    per = (many - few) * layers
+    rows = [
+        (name[:100], (launches_many[name] - launches[name]) / per, (us_many[name] - us[name]) / per) for name in us_many
+    ]
+    rows = sorted((row for row in rows if row[2] > 0.005), key=lambda row: -row[2])
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    print_table(f"Kernels of a step, {title}", ("kernel", "launches a layer", "us a layer"), rows)
+
+
 def run_cell(opts: argparse.Namespace) -> list[dict]:
     """Start one engine and measure every asked adapter mode and batch."""
     os.environ.update(
@@ -614,6 +643,10 @@ def run_cell(opts: argparse.Namespace) -> list[dict]:
             rows.append(row)
             print("ROW " + json.dumps(row), flush=True)
             keep_rows(opts.rows, rows)
+            if opts.profile:
+                print_kernels(
+                    f"{mode}, {batch} requests", functools.partial(generate, batch, adapter=adapter), opts.layers
+                )
     return rows
 
 
@@ -1056,6 +1089,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arch", choices=["beam", "qwen3", "beam-full"], default="beam")
     parser.add_argument("--rank", type=int, default=RANK, help="the cell's adapter and bank")
     parser.add_argument("--attention", action="store_true", help="the adapter covers attention too")
+    parser.add_argument("--profile", action="store_true", help="the cell, on one GPU, prints its step's time by kernel")
     parser.add_argument("--rows", type=Path, help="where the cell writes its rows")
     parser.add_argument("--ladder", type=int, help="the cell's parent, whose word it awaits, by files beside --rows")
     parser.add_argument("--archs", default="beam")
@@ -1105,6 +1139,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if opts.plan and not opts.full:
         parser.error("--plan goes with --full")
     full = opts.full or opts.arch == "beam-full"
+    if opts.profile and (not opts.cell or opts.tp * opts.pp > 1):
+        parser.error("--profile goes with --cell on one GPU")
     if opts.ladder and not opts.rows:
         parser.error("--ladder goes with --rows")
     opts.bases = opts.bases or ("mxfp8" if full else "bf16")
