@@ -19,7 +19,7 @@ generations: Counter[int] = Counter()
 REPLACES = ("beam_moe_load_adapter", "beam_moe_restore_adapter")
 """Methods of `weight_sync.WeightSync` that replace an adapter, called by themselves or by its ``beam_moe_attempt``."""
 NOTED = "_beam_moe_generation"
-"""On a request: the generation that its block hashes are of."""
+"""On a request: the generation that the first of its block hashes is of."""
 
 
 def rehash(request: Any) -> None:
@@ -28,6 +28,7 @@ def rehash(request: Any) -> None:
     stale = lora is not None and getattr(request, NOTED, 0) != generations[lora.lora_int_id]
     if stale and request.num_computed_tokens == 0 and request.block_hashes:
         request.block_hashes.clear()
+        vars(request).pop(NOTED, None)
         request.update_block_hashes()
 
 
@@ -84,7 +85,8 @@ def tell_generations_apart() -> None:
         if lora is None:
             return hash_keys(request)
         number = lora.lora_int_id
-        setattr(request, NOTED, generations[number])
+        if not hasattr(request, NOTED):  # the adapter may be replaced while another thread hashes block after block
+            setattr(request, NOTED, generations[number])
         # a request that itself loads in place may bring other weights every time: it shares blocks with no other
         version = request.request_id if lora.load_inplace else generations[number]
         return [(kind, name, f"{path}#{number}#{version}") for kind, name, path in hash_keys(request)]

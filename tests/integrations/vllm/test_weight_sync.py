@@ -581,6 +581,26 @@ def test_a_replaced_adapter_shares_no_block_with_the_one_before(core, replace):
     assert not set(core.request("e", lora_request(number=7)).block_hashes) & set(before.block_hashes)
 
 
+def test_an_adapter_replaced_while_a_request_is_hashed(core, monkeypatch):
+    """In the thread that takes requests: the first blocks would be found in the KV of the version before."""
+    from beam_moe.integrations.vllm import kv_reuse
+
+    class ReplacedMeanwhile(type(kv_reuse.generations)):
+        reads = 0
+
+        def __getitem__(self, number):
+            self.reads += 1
+            return super().__getitem__(number) + (self.reads > 2)
+
+    before = core.request("a", lora_request())
+    monkeypatch.setattr(kv_reuse, "generations", ReplacedMeanwhile())
+    coming = core.request("c", lora_request())
+    assert coming.block_hashes[0] == before.block_hashes[0] and coming.block_hashes[2] != before.block_hashes[2]
+    core.add_request(coming)
+    assert not set(coming.block_hashes) & set(before.block_hashes)
+    assert coming.block_hashes == core.request("d", lora_request()).block_hashes
+
+
 def test_requests_that_load_in_place_share_no_block(core):
     first, second = (core.request(name, lora_request(load_inplace=True)) for name in "ab")
     assert not set(first.block_hashes) & set(second.block_hashes)
