@@ -145,12 +145,13 @@ class WeightSync:
         if before is not None:
             loaded, sent = before
             manager = self._lora_manager()
-            manager._adapter_manager.remove_adapter(number)
-            put_back(manager, *loaded)
+            # first: where the version before cannot be put back, a request finds it here, and not the one taken back
             if sent is None:
                 sent_adapters(manager).pop(number, None)
             else:
                 sent_adapters(manager)[number] = sent
+            manager._adapter_manager.remove_adapter(number)
+            put_back(manager, *loaded)
 
     def beam_moe_check_weights(self, key: str, routers: dict[str, dict[str, Any]]) -> None:
         """What `beam_moe_update_weights` checks before it loads anything, of tensors that stay staged.
@@ -198,7 +199,8 @@ class WeightSync:
                 naming `PARTLY`, whatever went wrong after that.
         """
         model = self.model_runner.get_model()
-        tensors = self._checked(self._staged(key), routers)
+        tensors = self._checked(self._staged(key), routers)  # again: it may be called by itself, or more has come
+        self._serve(f"weight sync: interrupted; {PARTLY}")
         try:
             with adapters_kept(getattr(self.model_runner, "lora_manager", None)):
                 try:
@@ -206,12 +208,12 @@ class WeightSync:
                         self.reload_weights(  # type: ignore[attr-defined]
                             weights_iterator=checkpoint_names(model, tensors)
                         )
-                except Exception:
+                except BaseException:
                     abandon_reload(model)
                     raise
             compared = self.beam_moe_check_routers(routers)
         except Exception as error:
-            refusal = f"weight sync: {str(error) or type(error).__name__}; {PARTLY}"
+            refusal = f"weight sync: {str(error).removeprefix('weight sync: ') or type(error).__name__}; {PARTLY}"
             self._serve(refusal)
             raise ValueError(refusal) from error
         self._serve(None)
@@ -281,15 +283,18 @@ def missing(model: Any, names: Collection[str]) -> list[str]:
     from vllm.model_executor.layers.fused_moe import MoERunner
 
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    came = list(names) if mapper is None else mapper.get_rename_mapper().apply_list(list(names))
+    came = set(names if mapper is None else mapper.get_rename_mapper().apply_list(list(names)))
     modules = {n.rpartition(".")[0] for n in came}
     packed = getattr(model, "packed_modules_mapping", {})
     absent = set()
     for full, _ in model.named_parameters():
-        module, _, parameter = plain_name(full).rpartition(".")
+        name = plain_name(full)
+        module, _, parameter = name.rpartition(".")
         parent, dot, last = module.rpartition(".")
         if parameter == "weight" and module not in modules:
             absent |= {f"{parent}{dot}{part}" for part in packed.get(last, [last])} - modules
+        elif parameter != "weight" and is_router(name) and name not in came:
+            absent.add(name)
     for runner in (m for m in model.modules() if isinstance(m, MoERunner)):
         layer, experts = runner.layer_name, runner.routed_experts
         if any(n.startswith(f"{layer}.") and not n[len(layer) + 1 :].split(".")[0].isdigit() for n in came):
@@ -465,13 +470,16 @@ def nothing_left_behind() -> Iterator[None]:
 
     listener = Listener(logging.WARNING)
     loggers = [logging.getLogger(f"vllm.model_executor.model_loader.reload.{n}") for n in ("inplace", "layerwise")]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(listener)
+        logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING))  # VLLM_LOGGING_LEVEL may be above
     try:
         yield
     finally:
-        for logger in loggers:
+        for logger, level in zip(loggers, levels):
             logger.removeHandler(listener)
+            logger.setLevel(level)
     if found:
         raise ValueError("weight sync: the engine kept old weights: " + "; ".join(dict.fromkeys(found)))
 
@@ -596,6 +604,8 @@ def _forget(manager: Any, request: Any) -> None:
 # --- at the caller
 
 
+STOPPED = (Exception, asyncio.CancelledError, KeyboardInterrupt)
+"""What a sync may end by. The engine may still be at the call that was awaited, and takes the next ones after it."""
 Calls = Generator[tuple[str, tuple[Any, ...]], list[Any], Any]
 """Calls of every worker by ``collective_rpc``: method and arguments. Each is sent what the workers answered."""
 
@@ -629,7 +639,7 @@ def discard(key: str) -> Calls:
         yield "beam_moe_discard", (key,)
 
 
-def refusal(error: Exception) -> Exception:
+def refusal(error: BaseException) -> BaseException:
     """An error of the engine: vLLM's client of an engine in another process makes an ``Exception`` of any."""
     text = str(error).removeprefix("Call to collective_rpc method failed: ")
     return ValueError(text) if type(error) is Exception else error
@@ -643,7 +653,7 @@ def make_calls(calls: Calls, llm: Any) -> Any:
             method, args = step()
             try:
                 step = partial(calls.send, llm.collective_rpc(method, args=args))
-            except Exception as error:
+            except STOPPED as error:
                 step = partial(calls.throw, refusal(error))
     except StopIteration as end:
         return end.value
@@ -657,7 +667,7 @@ async def make_calls_async(calls: Calls, engine: Any) -> Any:
             method, args = step()
             try:
                 step = partial(calls.send, await engine.collective_rpc(method, args=args))
-            except Exception as error:
+            except STOPPED as error:
                 step = partial(calls.throw, refusal(error))
     except StopIteration as end:
         return end.value
@@ -700,13 +710,15 @@ class AdapterSync:
                 raise ValueError(f"AdapterSync: {self.name} changes no module on any rank")
             loading = True
             yield from attempt("beam_moe_load_adapter", key, self.number, config)
-        except Exception:
-            if loading:
-                yield from attempt("beam_moe_restore_adapter", key, self.number)
-            yield from discard(key)
+        except STOPPED:
+            try:
+                if loading:
+                    yield from attempt("beam_moe_restore_adapter", key, self.number)
+            finally:
+                yield from discard(key)
             raise
-        yield "beam_moe_discard", (key,)
         self.generation += 1
+        yield "beam_moe_discard", (key,)
         return self.request
 
     def update(self, llm: Any, tensors: Any, config: dict[str, Any]) -> Any:
@@ -724,7 +736,8 @@ class AdapterSync:
         return make_calls(self._calls(tensors, config), llm)
 
     async def update_async(self, engine: Any, tensors: Any, config: dict[str, Any]) -> Any:
-        """`update` for an ``AsyncLLM``; updates that overlap land one after another."""
+        """`update` for an ``AsyncLLM``; updates that overlap land one after another, one that is cancelled not at all
+        or, at its very end, whole."""
         async with self._updating:
             return await make_calls_async(self._calls(tensors, config), engine)
 
@@ -743,7 +756,7 @@ def _weight_calls(tensors: Any, routers: dict[str, Any] | None) -> Calls:
             yield from attempt("beam_moe_stage", "weights", piece)
         yield from attempt("beam_moe_check_weights", "weights", stated)
         compared = yield from attempt("beam_moe_update_weights", "weights", stated)
-    except Exception:
+    except STOPPED:
         yield from discard("weights")
         raise
     return compared, stated
@@ -774,16 +787,19 @@ def sync_weights(llm: Any, tensors: Any, routers: dict[str, Any] | None = None) 
             the engine where some run or wait already, until another `sync_weights` goes through. Loaded adapters stay.
     """
     compared, stated = make_calls(_weight_calls(tensors, routers), llm)
+    # The engine's core has done so before its next step, where it has the plugin. Where VLLM_PLUGINS or vLLM's version
+    # keeps it out, this is the only reset, and which of the two is the case no worker of another process knows.
     if not llm.reset_prefix_cache(**EVERY_KV):
         raise ValueError(KV_STAYS)
     _all_compared(compared, stated)
 
 
 async def sync_weights_async(engine: Any, tensors: Any, routers: dict[str, Any] | None = None) -> None:
-    """`sync_weights` for an ``AsyncLLM``."""
-    compared, stated = await make_calls_async(_weight_calls(tensors, routers), engine)
-    if not await engine.reset_prefix_cache(**EVERY_KV):
-        raise ValueError(KV_STAYS)
+    """`sync_weights` for an ``AsyncLLM``; syncs that overlap land one after another."""
+    async with engine.__dict__.setdefault("_beam_moe_syncing", asyncio.Lock()):
+        compared, stated = await make_calls_async(_weight_calls(tensors, routers), engine)
+        if not await engine.reset_prefix_cache(**EVERY_KV):
+            raise ValueError(KV_STAYS)
     _all_compared(compared, stated)
 
 

@@ -1,6 +1,7 @@
 """Weights from memory into a running engine: adapters in place, routers checked, KV of old weights never reused."""
 
 import asyncio
+import logging
 import pickle
 import re
 from types import SimpleNamespace
@@ -314,6 +315,79 @@ def test_updates_that_overlap_are_not_mixed(harness, engine, monkeypatch):
     assert difference(harness, engine, 1) < LIMIT and sync.generation == 2
 
 
+class SlowEngine(AsyncEngine):
+    """Answers between the calls of others; its caller is cancelled while it is at ``stops``, which it still does."""
+
+    stops = None
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        answer = await super().collective_rpc(method, timeout, args, kwargs)
+        if self.stops in (method, *args[:1]):
+            asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+        return answer
+
+
+@pytest.mark.parametrize("stops", ["beam_moe_stage", "beam_moe_prepare_adapter", "beam_moe_load_adapter"])
+def test_an_update_that_is_cancelled_leaves_the_version_before(harness, engine, stops):
+    """As by ``asyncio.wait_for``: the trainer goes on with the request it has."""
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    slow, sync = SlowEngine(*engine.llm.workers), AdapterSync("policy", 1)
+    sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
+    slow.stops = stops
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(sync.update_async(slow, harness.adapter_tensors("per_expert", seed=1), CONFIG))
+    assert difference(harness, engine, 0) < LIMIT and sync.generation == 1
+    assert not held(engine.llm.workers[0])
+
+
+def test_an_update_that_is_cancelled_once_it_has_landed_counts(harness, engine):
+    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+
+    class Landed(SlowEngine):
+        """Is cancelled in the last call."""
+
+        async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+            if args[0] == "beam_moe_load_adapter":
+                self.stops = "beam_moe_discard"
+                return await AsyncEngine.collective_rpc(self, method, timeout, args, kwargs)
+            return await super().collective_rpc(method, timeout, args, kwargs)
+
+    sync = AdapterSync("policy", 1)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(sync.update_async(Landed(*engine.llm.workers), harness.adapter_tensors("shared"), CONFIG))
+    assert difference(harness, engine, 0, shared=True) < LIMIT
+    assert sync.request.lora_path.endswith("/policy/1")
+
+
+def test_a_weight_sync_that_is_cancelled_leaves_no_memory(harness, engine):
+    from beam_moe.integrations.vllm.weight_sync import sync_weights_async
+
+    slow = SlowEngine(*engine.llm.workers)
+    slow.stops = "beam_moe_stage"
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(sync_weights_async(slow, checkpoint(harness)))
+    assert not held(engine.llm.workers[0])
+
+
+def test_weight_syncs_that_overlap_are_not_mixed(harness, engine, monkeypatch):
+    """Routers may be frozen: their bits do not tell the pieces of one checkpoint from those of another."""
+    from beam_moe.integrations.vllm import weight_sync
+
+    monkeypatch.setattr(weight_sync.pieces, "__defaults__", (20000,))
+    first, second = checkpoint(harness, 0), checkpoint(harness, 1)
+    second |= routers(first)
+    slow = SlowEngine(*engine.llm.workers)
+
+    async def both():
+        await asyncio.gather(*(weight_sync.sync_weights_async(slow, state) for state in (first, second)))
+
+    asyncio.run(both())
+    for name in ("model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(dict(engine.model.named_parameters())[name], second[name])
+
+
 def test_what_an_engine_in_another_process_refuses_is_a_value_error(engine):
     """vLLM's client raises a bare `Exception` for it; what is wrong with the engine itself keeps its type."""
     from beam_moe.integrations.vllm.weight_sync import AdapterSync
@@ -382,10 +456,12 @@ def test_an_adapter_from_memory_is_found_again(harness, tmp_path):
             manager.add_adapter(first.request)
 
 
-def test_a_version_taken_back_is_not_found_again(harness, engine, monkeypatch):
-    from beam_moe.integrations.vllm.weight_sync import AdapterSync
+@pytest.mark.parametrize("fits_back", [True, False])
+def test_a_version_taken_back_is_not_found_again(harness, engine, monkeypatch, fits_back):
+    """Nor where the version before cannot be put back at once, for want of memory."""
+    from beam_moe.integrations.vllm import weight_sync
 
-    sync = AdapterSync("policy", 1)
+    sync = weight_sync.AdapterSync("policy", 1)
     sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=0), CONFIG)
     worker = type(engine.llm.workers[0])
     load = worker.beam_moe_load_adapter
@@ -395,8 +471,11 @@ def test_a_version_taken_back_is_not_found_again(harness, engine, monkeypatch):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(worker, "beam_moe_load_adapter", load_and_fail)
-    with pytest.raises(ValueError, match="no memory"):
+    if not fits_back:
+        monkeypatch.setattr(weight_sync, "put_back", lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match="no memory" if fits_back else "division by zero"):
         sync.update(engine.llm, harness.adapter_tensors("per_expert", seed=1), CONFIG)
+    assert not held(engine.llm.workers[0])
     engine.manager.remove_all_adapters()
     engine.manager.add_adapter(sync.request)
     assert difference(harness, engine, 0) < LIMIT
@@ -683,6 +762,22 @@ def test_weights_that_do_not_arrive_are_an_error(harness, engine):
     assert torch.equal(layer.w2_weight[5], state["model.layers.2.mlp.experts.5.down_proj.weight"])
 
 
+def test_weights_that_do_not_arrive_are_an_error_in_a_quiet_log(harness, engine):
+    """What tells is a warning of vLLM's, which VLLM_LOGGING_LEVEL=ERROR keeps from being logged."""
+    from beam_moe.integrations.vllm.weight_sync import sync_weights
+
+    logger, name = logging.getLogger("vllm"), "model.layers.0.self_attn.gate_bias"
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with pytest.raises(ValueError, match=rf"^weight sync: the engine kept old weights: .*'{name}'"):
+            sync_weights(engine.llm, {k: v for k, v in checkpoint(harness).items() if k != name})
+        reload = logging.getLogger("vllm.model_executor.model_loader.reload.inplace")
+        assert reload.getEffectiveLevel() == logging.ERROR and not reload.handlers
+    finally:
+        logger.setLevel(level)
+
+
 def routers(state):
     return {k: v for k, v in state.items() if "mlp.gate." in k}
 
@@ -837,14 +932,17 @@ def test_shapes_of_all_experts_in_one_tensor(harness, engine, turned):
     assert misshapen(engine.model, packed) == [], "two values a byte"
 
 
-def test_a_router_that_nobody_declared(harness, engine):
-    """Neither sent nor declared: it would keep its old value unseen where vLLM does not tell (a quantised base)."""
-    from beam_moe.integrations.vllm.weight_sync import sync_weights
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_router_that_did_not_come(harness, engine, declared):
+    """Its bias too, which would keep its old value unseen where vLLM does not tell (a quantised base)."""
+    from beam_moe.integrations.vllm.weight_sync import PARTLY, sync_weights
 
     state = checkpoint(harness)
     name = "model.layers.3.mlp.gate.e_score_correction_bias"
-    with pytest.raises(ValueError, match=rf"{name} came without a declaration"):
-        sync_weights(engine.llm, {k: v for k, v in state.items() if k != name})
+    sent = {k: v for k, v in state.items() if k != name}
+    with pytest.raises(ValueError, match=rf"{name} did not come$") as refused:
+        sync_weights(engine.llm, sent, declare_routers(state if declared else sent))
+    assert PARTLY not in str(refused.value)
 
 
 def test_routers_by_pefts_names_are_checked(harness, engine):
@@ -882,8 +980,6 @@ def test_checksums():
 
 
 def test_values_that_bf16_represents_only_warn(caplog):
-    import logging
-
     name = "model.layers.0.mlp.gate.weight"
     t = torch.ones(2, 2)
     with caplog.at_level(logging.WARNING):
@@ -963,6 +1059,32 @@ def test_a_reload_that_fails_halfway(harness, engine, monkeypatch, how):
         for x in range(harness.E):
             want = state[f"model.layers.{harness.DENSE + index}.mlp.experts.{x}.down_proj.weight"]
             assert torch.equal(layer.routed_experts.w2_weight[x], want)
+    assert torch.equal(engine.model.model.norm.weight, state["model.norm.weight"])
+
+
+def test_a_reload_that_is_interrupted(harness, engine, monkeypatch):
+    """By Ctrl-C, in the process of the engine."""
+    from beam_moe.integrations.vllm.weight_sync import PARTLY, sync_weights
+
+    worker, state = engine.llm.workers[0], checkpoint(harness)
+    reload = worker.reload_weights
+
+    def reload_half(weights_iterator):
+        def half():
+            yield from list(weights_iterator)[: len(state) // 2]
+            raise KeyboardInterrupt
+
+        reload(half())
+
+    monkeypatch.setattr(worker, "reload_weights", reload_half, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        sync_weights(engine.llm, state)
+    assert not held(worker)
+    with pytest.raises(ValueError, match=f"interrupted; {PARTLY}"):
+        worker.model_runner.execute_model(scheduled(1))
+    monkeypatch.undo()
+    sync_weights(engine.llm, state)
+    assert worker.model_runner.execute_model(scheduled(1)) == "ran"
     assert torch.equal(engine.model.model.norm.weight, state["model.norm.weight"])
 
 
