@@ -1,20 +1,25 @@
-"""Adapters of Beam's dense layers in a small batch: one launch of ours where vLLM takes a fill, a shrink and an expand.
+"""Adapters of linear layers in a small batch: one launch of ours where vLLM takes a fill, a shrink and an expand.
 
 vLLM wraps every linear layer and launches those three at each step for each of them, also while no loaded adapter has
 factors there, as for adapters of the experts alone. A captured graph cannot leave them out. Our launch stands in their
 place and finds on the device, from the live rank of each slot in each slice, that there is nothing to do.
 
 Which of the two runs depends on the number of tokens alone. Rows without an adapter are touched by neither.
+
+Beam runs eagerly. Most other models are traced by ``torch.compile``, where sizes are symbols and a tensor has no
+address: what is traced there is one operator, which decides when it runs.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import vllm.envs as envs
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from beam_moe import env
 from beam_moe.integrations.vllm import metrics
@@ -35,12 +40,14 @@ class LinearBank:
     """One wrapped layer's factors, as vLLM keeps them, and the live rank of each slot in each slice.
 
     Attributes:
+        adapters: what stands for ``add_lora_linear`` of the layer's punica wrapper.
         a, b: ``(L, R, K)`` and ``(L, W, R)`` of each slice: views of vLLM's buffers.
         ranks: int32 ``(L, slices)``.
         reason: why our kernel cannot serve the layer, None when it can.
     """
 
-    def __init__(self, module: BaseLinearLayerWithLoRA) -> None:
+    def __init__(self, module: BaseLinearLayerWithLoRA, adapters: LinearAdapters) -> None:
+        self.adapters = adapters
         self.a = tuple(t.squeeze(1) for t in module.lora_a_stacked)
         self.b = tuple(t.squeeze(1) for t in module.lora_b_stacked)
         slots, rank, _ = self.a[0].shape
@@ -80,8 +87,10 @@ class LinearAdapters:
         self.banks: dict[int, LinearBank] = {}
 
     def follow(self, module: BaseLinearLayerWithLoRA) -> None:
-        """Serve a wrapped layer, and note the ranks that are written into its slots from here on."""
-        self.banks[module.lora_a_stacked[0].data_ptr()] = LinearBank(module)
+        """Serve a wrapped layer, and note the ranks that are written into its slots from here on. Re-entrant."""
+        key = module.lora_a_stacked[0].data_ptr()
+        if key not in self.banks:
+            self.banks[key] = _banks[key] = LinearBank(module, self)
 
     def _why_not(
         self, bank: LinearBank | None, y: torch.Tensor, x: torch.Tensor, scale: float, rest: dict
@@ -95,6 +104,8 @@ class LinearAdapters:
         if x.dim() != 2 or y.dim() != 2 or x.dtype != bank.a[0].dtype or y.dtype != x.dtype:
             # without sizes: a reason is counted and logged once, whatever the batch
             return f"{x.dim()}-D {x.dtype} goes in and {y.dim()}-D {y.dtype} comes out"
+        if x.shape[1] != bank.a[0].shape[2] or y.shape != (len(x), sum(t.shape[1] for t in bank.b)):
+            return "its input or its output is not as wide as its factors"
         for name, t in (("input", x), ("output", y)):
             if t.stride(1) != 1 or (len(t) > 1 and t.stride(0) < t.shape[1]):
                 return f"strides of its {name} are not those of rows one after another"
@@ -111,6 +122,9 @@ class LinearAdapters:
         **rest: Any,
     ) -> None:
         """Add to ``y`` (T, N) each row's adapter on ``x`` (T, K), in place."""
+        if torch.compiler.is_compiling() and scale == 1.0 and not rest:
+            torch.ops.beam_moe.add_lora_linear(y, x, list(lora_a_stacked), list(lora_b_stacked), list(output_slices))
+            return
         bank = self.banks.get(lora_a_stacked[0].data_ptr())
         reason = self._why_not(bank, y, x, scale, rest)
         if reason is not None:
@@ -127,15 +141,43 @@ class LinearAdapters:
         self.__wrapped__(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **rest)
 
 
-def attach(manager: Any) -> None:
-    """Serve the wrapped linear layers of a freshly built ``LoRAModelManager``.
+_banks: WeakValueDictionary[int, LinearBank] = WeakValueDictionary()
+"""Those of every engine in this process, by the address of the first A: how the operator below finds its layer's."""
 
-    Not under ``VLLM_BATCH_INVARIANT``: vLLM's kernels then sum in one order at every size, which ours must share.
+
+def add_lora_linear(
+    y: torch.Tensor, x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], output_slices: list[int]
+) -> None:
+    """`LinearAdapters` of the layer with these factors, as ``torch.ops.beam_moe.add_lora_linear``."""
+    bank = _banks.get(a[0].data_ptr())
+    if bank is None:
+        raise ValueError("add_lora_linear: a must be the factors of a layer that is served, got others")
+    bank.adapters(y, x, tuple(a), tuple(b), 1.0, tuple(output_slices))
+
+
+def _fake(
+    y: torch.Tensor, x: torch.Tensor, a: list[torch.Tensor], b: list[torch.Tensor], output_slices: list[int]
+) -> None:
+    return None
+
+
+_library = torch.library.Library("beam_moe", "FRAGMENT")  # the operator lives as long as this
+direct_register_custom_op("add_lora_linear", add_lora_linear, ["y"], _fake, _library)
+
+
+def attach(manager: Any) -> bool:
+    """Serve the wrapped linear layers of a freshly built ``LoRAModelManager``; whether any is ours. Re-entrant.
+
+    Not under ``VLLM_BATCH_INVARIANT``: vLLM's kernels then sum in one order at every size, which ours must share. Not
+    with ``fully_sharded_loras``, whose layers exchange what they shrink between the ranks before they expand it.
     """
     if not env.number("VLLM_LINEAR_LORA") or envs.VLLM_BATCH_INVARIANT:
         metrics.log_once("beam-moe: adapters of dense layers are left to vLLM")
-        return
-    served: dict[int, LinearAdapters] = {}
+        return False
+    if manager.lora_config.fully_sharded_loras:
+        metrics.fell_back("adapters of a dense layer", "fully_sharded_loras splits the rank over ranks of the TP group")
+        return False
+    any_served = False
     for module in manager.modules.values():
         if not isinstance(module, BaseLinearLayerWithLoRA):
             continue
@@ -143,12 +185,14 @@ def attach(manager: Any) -> None:
         if getattr(punica, "token_mapping_meta", None) is None:
             metrics.fell_back("adapters of a dense layer", f"{type(punica).__name__} keeps no map from tokens to slots")
             continue
-        if id(punica) not in served:
-            served[id(punica)] = adapters = LinearAdapters(punica)
+        adapters = punica.add_lora_linear
+        if not isinstance(adapters, LinearAdapters):
+            punica.add_lora_linear = adapters = LinearAdapters(punica)
             clear_stale_ids(punica.token_mapping_meta)
-            punica.add_lora_linear = adapters
             LinearWarmup(adapters).register_warmup()
-        served[id(punica)].follow(module)
+        adapters.follow(module)
+        any_served = True
+    return any_served
 
 
 class LinearWarmup(VllmJitKernel[Any]):

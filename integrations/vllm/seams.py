@@ -249,8 +249,9 @@ SEAMS: tuple[Seam, ...] = (
         "PunicaWrapperGPU.add_lora_linear",
         ("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices", "buffer", "kwargs"),
         "attribute",
-        "adapters of Beam's dense layers in a small batch by beam_moe.kernels.linear_lora.add_lora: one launch, which"
-        " ends at once where no adapter has factors, instead of a fill, a shrink and an expand",
+        "adapters of linear layers in a small batch, in Beam and in other models whose experts are ours, by"
+        " beam_moe.kernels.linear_lora.add_lora: one launch, which ends at once where no adapter has factors, instead"
+        " of a fill, a shrink and an expand; an operator of our own in what torch.compile traces",
         "vLLM's kernels know live ranks",
     ),
     Seam(
@@ -289,9 +290,27 @@ SEAMS: tuple[Seam, ...] = (
         "lora/model_manager.py",
         "LoRAModelManager._create_lora_modules",
         ("self",),
-        "read",
-        "the manager puts itself on the model as lora_manager: our model takes that moment to attach the layouts",
+        "wrap",
+        "where BEAM_MOE_VLLM names other models: the layers that it has wrapped get our LoRA kernel if their model's"
+        " experts are ours. Beam needs no wrap: the manager puts itself on the model as lora_manager, and our model"
+        " takes that moment to attach the layouts too",
         "vLLM has a hook after the manager is built",
+    ),
+    Seam(
+        "config/vllm.py",
+        "VllmConfig.compute_hash",
+        ("self", "include_version"),
+        "read",
+        "reads additional_config, where our mark keeps a model compiled with our LoRA operator apart from vLLM's",
+        "vLLM's cache knows the operators of a graph before it loads it",
+    ),
+    Seam(
+        "utils/torch_utils.py",
+        "direct_register_custom_op",
+        ("op_name", "op_func", "mutates_args", "fake_impl", "target_lib", "dispatch_key", "tags"),
+        "read",
+        "registers that operator, beam_moe::add_lora_linear",
+        "never",
     ),
     Seam(
         "lora/worker_manager.py",

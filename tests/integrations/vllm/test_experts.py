@@ -377,10 +377,12 @@ def test_mxfp8_base_with_adapters(harness, tmp_path, monkeypatch):
 
 def test_other_models_are_served_when_asked(harness, tmp_path, monkeypatch):
     """BEAM_MOE_VLLM=all puts the same experts under Qwen3-MoE; without it vLLM's own stay."""
+    from vllm.lora.model_manager import LoRAModelManager
     from vllm.model_executor.custom_op import op_registry_oot
 
     from beam_moe.integrations.vllm import other_models
 
+    monkeypatch.setattr(LoRAModelManager, "_create_lora_modules", LoRAModelManager._create_lora_modules)  # taken back
     path = harness.write_config(tmp_path / "q", harness.QWEN)
     with harness.built(harness.engine_config(path)) as (model, _):
         names = {type(m.routed_experts.quant_method.moe_kernel.impl.fused_experts).__name__ for m in runners(model)}

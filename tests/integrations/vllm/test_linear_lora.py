@@ -164,6 +164,8 @@ def test_large_batches_go_to_vllm(harness, ours, served, monkeypatch):
         ("scale", "scale 0.5"),
         ("stream", "'add_inputs': False"),
         ("dtype", "torch.float32"),
+        ("wide", "not as wide as its factors"),
+        ("padded", "not as wide as its factors"),
         ("stride", "strides of its input"),
         ("expanded", "strides of its input"),
         ("over", "strides of its output"),
@@ -186,6 +188,10 @@ def test_each_condition_on_a_call(harness, ours, served, monkeypatch, change, re
         rest = {"add_inputs": False}
     elif change == "dtype":
         x = x.float()
+    elif change == "wide":
+        x = x.repeat(1, 2)
+    elif change == "padded":
+        y = torch.zeros(2, module.output_size + 16).half()
     elif change == "expanded":
         x = x[:1].expand(2, -1)
     elif change == "over":
