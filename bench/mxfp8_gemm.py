@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 
 import harness
 import torch
-import triton
 import typer
 
 from beam_moe.kernels import tuning
@@ -46,7 +45,7 @@ from beam_moe.kernels.mxfp8 import (
     quantize,
     quantize_both,
 )
-from beam_moe.kernels.mxfp8.gemm import STREAM_ROWS
+from beam_moe.kernels.mxfp8.gemm import STREAM_ROWS, stream_config
 from beam_moe.kernels.mxfp8.grouped import grouped_matmul
 
 BF16 = torch.bfloat16
@@ -307,11 +306,12 @@ BUILDERS: dict[str, Callable[[Case], Bound]] = {
 }
 
 SQUARE = (8192, 8192)
-BEAM = ((5120, 5120), (5120, 2560))  # gate and up, and down, of a dense layer at TP 8
+# of Beam at TP 8: gate and up, and down, of a dense layer; q, k, v and gate, and o, of attention
+BEAM = ((5120, 5120), (5120, 2560), (1792, 5120), (5120, 768))
 GRID = [
     *(Case("decode", m, *SQUARE) for m in (1, 2, 4, 8, 16, 32, 64)),
     *(Case("decode, not prepared", m, *SQUARE) for m in (1, 16, 64)),
-    *(Case("decode", m, *shape) for shape in BEAM for m in (1, 16, 64)),
+    *(Case("decode", m, *shape) for shape in BEAM for m in (1, 8, 16, 32, 64)),
     *(Case("train weights", m, *SQUARE) for m in (128, 256, 512, 1024, 2048, 4096, 8192)),
     Case("train weights, cached", 8192, *SQUARE),
     *(Case("train linear forward", m, *SQUARE) for m in (2048, 4096, 8192)),
@@ -441,27 +441,10 @@ def print_rows(rows: list[dict]) -> None:
 # --- sweep
 
 
-def stream_split(bn: int, bk: int, per_sm: int, n: int, k: int) -> int | None:
-    """The split by which one wave of ``per_sm`` programs an SM has most of them busy, or None if there is none."""
-    tiles, steps, slots = -(-n // bn), k // bk, 132 * per_sm
-    fits = []
-    for split in range(1, min(steps, 16) + 1):
-        each = -(-steps // split)
-        share = triton.next_power_of_2(each) * bk
-        shared = share * (2 * STREAM_ROWS + bn // 16) + 1024  # tokens and factors
-        if tiles * split <= slots and shared * per_sm <= 227 << 10:
-            fits.append((tiles * steps / each, -split))
-    return -max(fits)[1] if fits else None
-
-
 def stream_tiles(n: int, k: int) -> list[GemmConfig]:
-    """Tiles of the route `stream` with 16 warps an SM, each of 16 outputs."""
-    out = []
-    for bn, bk, warps in ((64, 256, 4), (128, 256, 8)):
-        split = stream_split(bn, bk, 16 // warps, n, k)
-        if k % bk == 0 and split is not None:
-            out.append(GemmConfig("stream", STREAM_ROWS, bn, bk, split, warps, 2, join=True))
-    return out
+    """Tiles of the route `stream`."""
+    configs = (stream_config(n, k, bn, harness.device()) for bn in (64, 128))
+    return [c for c in configs if c is not None]
 
 
 def dense_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
@@ -472,6 +455,11 @@ def dense_tiles(rows: int, n: int, k: int) -> list[GemmConfig]:
         forms = [(64, 256, 2, 4, 3), (64, 256, 3, 4, 3)]
     else:
         forms = [(64, 256, 2, 4, 5), (64, 256, 3, 4, 3), (64, 256, 4, 4, 3)]
+    for bn, bk in ((64, 256), (64, 128)) if rows <= 32 else ((64, 128),):  # few tiles: shares for one wave or two
+        steps, tiles = -(-k // bk), -(-n // bn)
+        splits = {min(steps, max(1, programs // tiles)) for programs in (132, 264, 396)}
+        forms += [(bn, bk, s, 4, 3 if bk == 256 else 4) for s in sorted(splits)]
+    forms = list(dict.fromkeys(forms))
     joined = [GemmConfig("bf16", max(8, rows), *form, join=True) for form in forms]
     return joined + (stream_tiles(n, k) if rows <= STREAM_ROWS else [])
 

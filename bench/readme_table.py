@@ -240,6 +240,11 @@ def engine_full() -> str:
     return table(columns, lines, list(found.values()))
 
 
+def peers_of(row: dict) -> dict[str, float]:
+    """Every peer's time, or that of the one which the row names."""
+    return row.get("peers_us") or ({row["peer"]: row["peer_us"]} if row["peer"] else {})
+
+
 def mxfp8(bench: str, *cases: str, reads: bool = False) -> str:
     """Chosen rows of an MXFP8 bench with the peer of each; ``reads``: and a plain read of the same bytes."""
     by_case = {row["case"]: row for row in rows_of(bench)}
@@ -252,7 +257,7 @@ def mxfp8(bench: str, *cases: str, reads: bool = False) -> str:
             us(row["us"]),
             percent(row["share"]),
             *([us(row.get("read_us"))] if reads else []),
-            f"{row['peer']} {us(row['peer_us'])}" if row["peer"] else "-",
+            ", ".join(f"{name} {us(time)}" for name, time in peers_of(row).items()) or "-",
         ]
         for row in rows
     ]
@@ -287,6 +292,29 @@ def router() -> str:
         [str(row["tokens"]), *(us(row.get(field)) for field in fields)]
         for row in sorted(rows, key=lambda r: r["tokens"])
     ]
+    return table(columns, lines, rows)
+
+
+def linear_lora() -> str:
+    """What adapters of dense layers add to a layer's product, with factors and without, beside vLLM's launches."""
+    rows = [row for row in rows_of("linear_lora") if row["tokens"] in (8, 32)]
+    if not rows:
+        return NONE
+    found = {(row["layer"], row["tokens"], row["live"]): row for row in rows}
+    columns = [
+        "layer",
+        "tokens",
+        "its product, us",
+        "rank 32 adds, us",
+        "vLLM, us",
+        "no factors here adds, us",
+        "vLLM, us",
+    ]
+    lines = []
+    for layer, tokens in dict.fromkeys(key[:2] for key in found):
+        here = [found.get((layer, tokens, live), {}) for live in (True, False)]
+        line = [layer, str(tokens), us(here[0].get("product_us"))]
+        lines.append(line + [us(row.get(field)) for row in here for field in ("added_us", "peer_added_us")])
     return table(columns, lines, rows)
 
 
@@ -333,6 +361,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_decode_others": engine_others,
     "vllm_decode_full": engine_full,
     "router": router,
+    "linear_lora": linear_lora,
     "vllm_parity": parity,
     "megatron_layer": training_layer,
     "rl_loop": loop,
@@ -349,6 +378,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mxfp8_gemm": lambda: mxfp8(
         "mxfp8_gemm",
         *(f"decode/8192x8192/{rows}" for rows in (1, 8, 16, 32, 64)),
+        *(f"decode/{shape}/{rows}" for shape in ("1792x5120", "5120x768") for rows in (8, 16, 32)),
         "decode grouped/32x2560x5120/32",
         *(f"train linear forward/8192x8192/{rows}" for rows in (2048, 4096, 8192)),
         "train linear forward and backward/8192x8192/8192",

@@ -44,7 +44,7 @@ from beam_moe.kernels.mxfp8.gemm import scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
-MAX_BLOCK_R = 32  # ranks of one step: 64 are wrong or fault on an H200 (Triton 3.6.0), the cause was not found
+MAX_BLOCK_R = 64  # ranks of one step
 
 
 def _require(ok: bool, argument: str, wanted: str, got: object) -> None:

@@ -123,7 +123,7 @@ def choose(
     Args:
         rows, n, k: sizes of the product. x_dtype: of dense activations (bf16 for MXFP8 ones).
         prepared: the weights went through `prepare`. both: both operands are MXFP8 with E4M3 or E5M2 elements.
-        stream: the operands suit the route ``stream`` (`streams`); only a table picks it.
+        stream: the operands suit the route ``stream`` (`streams`).
     """
     capability = _capability(device)
     if both and capability[0] >= 10:
@@ -138,6 +138,8 @@ def choose(
     tuned = tuning.lookup(device if device.type == "cuda" else None, "mxfp8_gemm", rows, n=n, k=k, route=route)
     if tuned is not None and _serves(tuned, rows, x_dtype, stream):
         return GemmConfig(**tuned)
+    if stream and (streamed := stream_config(n, k, 128, device)) is not None:
+        return streamed
     if x_dtype == torch.bfloat16:
         route = "bf16"  # at every size tuned so far, normalising the rows costs more than the fp16 form saves
     bm = next((c for c in ROW_CLASSES if rows <= c), ROW_CLASSES[-1])
@@ -151,7 +153,21 @@ def choose(
     tiles = triton.cdiv(n, bn) * (triton.cdiv(rows, bm) if bm > DECODE_ROWS else 1)
     steps = max(1, triton.cdiv(k, bk))
     split = max(1, min(per_sm * _sms(device) // max(tiles, 1), steps, 16))
-    return GemmConfig(route, bm, bn, bk, split, warps, stages)
+    return GemmConfig(route, bm, bn, bk, split, warps, stages, join=bm <= DECODE_ROWS)
+
+
+def stream_config(n: int, k: int, bn: int, device: torch.device) -> GemmConfig | None:
+    """Route ``stream`` by tiles of ``bn`` outputs, 16 warps a multiprocessor, most of them busy in one wave; None where
+    no split of K fits: a program keeps its share of the tokens and the weights' factors in shared memory."""
+    bk, warps, sms = 256 if k % 256 == 0 else 128, bn // 16, _sms(device)
+    steps, tiles, per_sm = k // bk, triton.cdiv(n, bn), 16 // warps
+    fits = []
+    for split in range(1, min(steps, 16) + 1):
+        each = triton.cdiv(steps, split)
+        shared = triton.next_power_of_2(each) * bk * (2 * STREAM_ROWS + bn // 16) + 1024
+        if tiles * split <= sms * per_sm and shared * per_sm <= 227 << 10:
+            fits.append((tiles * steps / each, -split))
+    return GemmConfig("stream", STREAM_ROWS, bn, bk, -max(fits)[1], warps, 2, join=True) if fits else None
 
 
 @triton.jit

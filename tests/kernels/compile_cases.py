@@ -183,6 +183,7 @@ def moe_lora():
     for tokens in (1, 16, 64, 256, 4096):
         layer(tokens, *beam)
         layer(tokens, *beam, lora=bank(4, 256, 32, 5120, 320))
+        layer(tokens, *beam, lora=bank(1, 256, 64, 5120, 320))
     for tokens in (1, 4096):  # 16 in `moe_lora_mxfp8`
         layer(tokens, *beam, lora=bank(1, 256, 32, 5120, 320), base=base)
     for tokens in (16, 256):
@@ -197,12 +198,13 @@ def moe_lora():
     layer(16, *beam, lora=bank(4, 256, 32, 5120, 320, shared=True), emap=True, config=whole)
     layer(16, 7, 3, 200, 72, lora=bank(2, 7, 5, 200, 72, dtype=torch.float16), dtype=torch.float16)
     layer(16, 16, 2, 512, 128, lora=bank(1, 16, 512, 512, 128))
+    layer(4096, *beam, lora=bank(2, 256, 128, 5120, 320, shared=True))
     half = torch.float16  # several slots and tiles: a loop that carries B2
     layer(4096, 128, 8, 2048, 768, lora=bank(4, 128, 32, 2048, 768, dtype=half), dtype=half)
 
 
 def mxfp8_layer(
-    tokens, experts, top_k, hidden, inter, prepared=True, slots=0, shared=False, dtype=torch.bfloat16
+    tokens, experts, top_k, hidden, inter, prepared=True, slots=0, rank=32, shared=False, dtype=torch.bfloat16
 ):  # fmt: skip
     """One call of the fused layer on MXFP8 weights."""
     from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe
@@ -216,11 +218,11 @@ def mxfp8_layer(
     lora, outer = None, 1 if shared else experts
     if slots:
         lora = ExpertLoRA(
-            empty(slots, outer, 2, 32, hidden, dtype=dtype),
-            empty(slots, experts, 2, inter, 32, dtype=dtype),
-            empty(slots, experts, 32, inter, dtype=dtype),
-            empty(slots, outer, hidden, 32, dtype=dtype),
-            ranks=torch.full((slots,), 32, dtype=torch.int32, device=CUDA),
+            empty(slots, outer, 2, rank, hidden, dtype=dtype),
+            empty(slots, experts, 2, inter, rank, dtype=dtype),
+            empty(slots, experts, rank, inter, dtype=dtype),
+            empty(slots, outer, hidden, rank, dtype=dtype),
+            ranks=torch.full((slots,), rank, dtype=torch.int32, device=CUDA),
             enabled=torch.ones(slots, dtype=torch.int32, device=CUDA),
         )
     fused_moe(
@@ -239,6 +241,7 @@ def moe_lora_mxfp8():
     layer = mxfp8_layer
     layer(16, 256, 8, 5120, 320, slots=1)
     layer(16, 256, 8, 5120, 320, slots=4, shared=True)
+    layer(16, 256, 8, 5120, 320, slots=1, rank=64)
     layer(16, 256, 8, 5120, 320)
     layer(1024, 256, 8, 5120, 320, slots=1)
     layer(16, 256, 8, 5120, 320, prepared=False)
@@ -253,6 +256,7 @@ def moe_lora_rules():
 
     for tokens, inter in ((16, 768), (8192, 768), (8192, 320)):
         mxfp8_layer(tokens, 128, 8, 2048, inter, slots=1)
+        mxfp8_layer(tokens, 128, 8, 2048, inter, slots=2, rank=128)
     for tokens in (64, 8192):
         mxfp8_layer(tokens, 128, 8, 2048, 320, prepared=False, dtype=torch.float16)
     x, w13, w2 = empty(8192, 2048), empty(128, 1536, 2048), empty(128, 2048, 768)
