@@ -13,7 +13,7 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.models.beam.nvidia.model import BeamForCausalLM as VllmBeam
 from vllm.sequence import IntermediateTensors
 
-from beam_moe.integrations.vllm import metrics
+from beam_moe.integrations.vllm import metrics, mxfp8_linear
 from beam_moe.integrations.vllm.replay import StageRelay
 
 INFO_VERSION = 1
@@ -47,6 +47,7 @@ class BeamForCausalLM(VllmBeam, SupportsLoRA):
         self._lora_enabled = vllm_config.lora_config is not None
         if self._lora_enabled:
             refuse(vllm_config.lora_config)
+        mxfp8_linear.install()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         first, last, layers = self.model.start_layer, self.model.end_layer, self.config.num_hidden_layers
         if self._lora_enabled:

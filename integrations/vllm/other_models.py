@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from beam_moe.integrations.vllm import metrics
+from beam_moe.integrations.vllm import metrics, mxfp8_linear
 
 NAME = "UnquantizedFusedMoEMethod"
 
@@ -94,6 +94,7 @@ def register() -> None:
     Another plugin's claim on the method is left alone.
     """
     follow_managers()
+    mxfp8_linear.install()
     holder = op_registry_oot.get(NAME)
     if holder is not None and holder is not BeamMoEMethod:
         metrics.fell_back("every other model", f"{holder.__module__}.{holder.__name__} already stands for {NAME}")

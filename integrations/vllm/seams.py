@@ -179,6 +179,39 @@ SEAMS: tuple[Seam, ...] = (
         "vLLM's error names the layer",
     ),
     Seam(
+        "model_executor/kernels/linear/__init__.py",
+        "init_mxfp8_linear_kernel",
+        ("weight_shape", "bmm_batch_size"),
+        "registry",
+        "takes the first kernel of _POSSIBLE_MXFP8_KERNELS that says yes: ours is put before vLLM's, and says no to"
+        " every model that BEAM_MOE_VLLM does not name. register_linear_kernel only appends",
+        "register_linear_kernel takes a place in the list",
+    ),
+    Seam(
+        "model_executor/kernels/linear/mxfp8/Mxfp8LinearKernel.py",
+        "Mxfp8LinearKernel.apply_weights",
+        ("self", "layer", "x", "bias"),
+        "subclass",
+        "MXFP8 linears by beam_moe.kernels.mxfp8.gemm; one operator of our own in what torch.compile traces",
+        "never",
+    ),
+    Seam(
+        "config/compilation.py",
+        "CompilationConfig.compute_hash",
+        ("self",),
+        "read",
+        "reads custom_ops, where that operator's name keeps a compiled model apart from one with vLLM's kernel",
+        "as for VllmConfig.compute_hash",
+    ),
+    Seam(
+        "model_executor/layers/quantization/utils/mxfp8_utils.py",
+        "dequant_mxfp8_to_bf16",
+        ("x", "scales"),
+        "read",
+        "calls of a linear that our kernel does not take",
+        "never",
+    ),
+    Seam(
         MOE + "runner/moe_runner.py",
         "MoERunner._maybe_apply_routed_scale_to_output",
         ("self", "shared_output", "fused_output"),
@@ -309,7 +342,7 @@ SEAMS: tuple[Seam, ...] = (
         "direct_register_custom_op",
         ("op_name", "op_func", "mutates_args", "fake_impl", "target_lib", "dispatch_key", "tags"),
         "read",
-        "registers that operator, beam_moe::add_lora_linear",
+        "registers our operators, beam_moe::add_lora_linear and beam_moe::vllm_mxfp8_linear",
         "never",
     ),
     Seam(

@@ -1,0 +1,316 @@
+"""MXFP8 linear layers on our GEMM: for whom, what they compute, and that nothing is left to compile."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from beam_moe.testing import assert_close
+
+LIMIT = 4e-3
+OURS = "BeamMxfp8LinearKernel"
+PORTABLE = "HummingMxfp8LinearKernel,MarlinMxfp8LinearKernel,TorchMxFp8LinearKernel"
+OTHER = "EmulationMxfp8LinearKernel"
+
+
+@pytest.fixture(scope="module")
+def ours(fake_hopper):
+    from beam_moe.integrations.vllm import mxfp8_linear
+
+    return mxfp8_linear
+
+
+@pytest.fixture(autouse=True)
+def afresh(ours, monkeypatch):
+    """vLLM's list as vLLM has it, without kernels whose repacking is compiled code; no call counted, nothing logged."""
+    monkeypatch.setattr(ours.metrics, "calls", Counter())
+    monkeypatch.setattr(ours.metrics, "_logged", set())
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", PORTABLE)
+    lists = ours._POSSIBLE_MXFP8_KERNELS
+    stock = [k for k in lists[ours.PlatformEnum.CUDA] if k.__name__ != OURS]
+    monkeypatch.setitem(lists, ours.PlatformEnum.CUDA, stock)
+
+
+def kernel_of(layer):
+    return getattr(getattr(layer, "quant_method", None), "kernel", None)
+
+
+def chosen(model) -> set[str]:
+    """Names of the kernels of a model's MXFP8 linears."""
+    from vllm.model_executor.kernels.linear import Mxfp8LinearKernel
+
+    return {type(k).__name__ for m in model.modules() if isinstance(k := kernel_of(m), Mxfp8LinearKernel)}
+
+
+def beam(harness, folder, **options):
+    path = harness.write_config(folder / "m")
+    return harness.engine_config(path, **{"dtype": "bfloat16", "quantization": "mxfp8", "lora": False, **options})
+
+
+def dense(weight, scale) -> torch.Tensor:
+    """float32 values of an MXFP8 weight."""
+    from beam_moe.kernels.mxfp8 import MXFP8Tensor, dequantize_reference
+
+    return dequantize_reference(MXFP8Tensor(weight.data, scale.data), torch.float32)
+
+
+def product(layer, x, bias=None) -> torch.Tensor:
+    out = x.float() @ dense(layer.weight, layer.weight_scale).T
+    return out if bias is None else out + bias.float()
+
+
+# --- who is served
+
+
+@pytest.mark.parametrize("quantization", ["mxfp8", "beam_mxfp8"])
+def test_beam(harness, tmp_path, quantization):
+    """Every quantised linear of a bf16 Beam, before vLLM's own."""
+    with harness.built(beam(harness, tmp_path, quantization=quantization)) as (model, _):
+        assert chosen(model) == {OURS}
+        layer = model.model.layers[0].self_attn.qkv_gate_proj
+        n, k = layer.output_size_per_partition, layer.input_size_per_partition
+        assert layer.weight.shape == (n, k) and layer.weight.dtype == torch.float8_e4m3fn
+        assert layer.weight_scale.shape == (n, k // 32) and layer.weight_scale.dtype == torch.uint8
+
+
+CONDITIONS = {
+    "switched off": ({"BEAM_MOE_VLLM_MXFP8_LINEAR": "0"}, {}),
+    "experts are not asked for": ({"BEAM_MOE_VLLM": "0"}, {}),
+    "batch invariance": ({"VLLM_BATCH_INVARIANT": "1"}, {}),
+    "fp16": ({}, {"dtype": "float16"}),
+    "disabled": ({"VLLM_DISABLED_KERNELS": f"{PORTABLE},{OURS}"}, {}),
+    "another backend": ({}, {"linear_backend": "emulation"}),
+}
+
+
+def choice(config) -> set[str]:
+    """The kernels that a model gets when it is built, before it has weights."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+        return chosen(initialize_model(config))
+
+
+def marked(config) -> bool:
+    """Whether vLLM keeps what it compiles of the model under another name for our operator."""
+    from beam_moe.integrations.vllm.mxfp8_linear import OPERATOR
+
+    name, marks = config.compute_hash(), list(config.compilation_config.custom_ops)
+    config.compilation_config.custom_ops = [m for m in marks if OPERATOR not in m]
+    try:
+        return config.compute_hash() != name
+    finally:
+        config.compilation_config.custom_ops = marks
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_conditions(harness, ours, tmp_path, monkeypatch, condition):
+    """What leaves a Beam's linears to vLLM, and what the log says of it."""
+    variables, options = CONDITIONS[condition]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = beam(harness, tmp_path, **options)
+    assert choice(config) == {OTHER} and not marked(config)
+    said = [m for m in ours.metrics._logged if m.startswith("MXFP8 linears: ")]
+    words = {"batch invariance": "VLLM_BATCH_INVARIANT", "fp16": "torch.float16"}.get(condition)
+    assert (len(said) == 1 and words in said[0]) if words else not said
+
+
+def test_capability(harness, ours, monkeypatch):
+    """Hopper's, in either form that vLLM asks in, where our kernels run."""
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    kernel = ours.BeamMxfp8LinearKernel
+    assert kernel.is_supported() == kernel.is_supported(90) == (True, None)
+    assert not kernel.is_supported(100)[0] and not kernel.is_supported(89)[0] and not kernel.is_supported(120)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(current_platform), "get_device_capability", lambda *a: DeviceCapability(10, 0))
+        assert not kernel.is_supported()[0]
+    with monkeypatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        assert not kernel.is_supported()[0]
+
+
+@pytest.mark.parametrize("shape, batch", [((64, 48), None), ((0, 64), None), ((64, 64), 2)])
+def test_shapes(harness, ours, tmp_path, shape, batch):
+    """Whole blocks along K, and no batch of products."""
+    from vllm.config import set_current_vllm_config
+
+    def asked(shape, batch):
+        return ours.BeamMxfp8LinearKernel.can_implement(ours.Mxfp8LinearLayerConfig(shape, batch))
+
+    with set_current_vllm_config(beam(harness, tmp_path)):
+        assert asked((64, 64), None) == (True, None)
+        refused, reason = asked(shape, batch)
+        assert not refused and reason
+    assert not asked((64, 64), None)[0], "no model is being built"
+
+
+@pytest.mark.parametrize("quantization", ["mxfp8", "beam_mxfp8"])
+@pytest.mark.parametrize(
+    "asked, is_ours", [("Qwen3MoeForCausalLM", True), ("all", True), ("beam", False), ("MixtralForCausalLM", False)]
+)
+def test_other_models(harness, ours, tmp_path, monkeypatch, asked, is_ours, quantization):
+    """Those that ``BEAM_MOE_VLLM`` names, marked for vLLM's cache of compiled models; nobody else."""
+    if quantization == "beam_mxfp8" and not is_ours:
+        pytest.skip("refused at start-up")
+    monkeypatch.setenv("BEAM_MOE_VLLM", asked)
+    ours.install()
+    ours.install()
+    assert [k.__name__ for k in ours._POSSIBLE_MXFP8_KERNELS[ours.PlatformEnum.CUDA]].count(OURS) == 1
+    path = harness.write_config(tmp_path / "q", harness.QWEN)
+    config = harness.engine_config(path, dtype="bfloat16", quantization=quantization, lora=False)
+    assert choice(config) == ({OURS} if is_ours else {OTHER})
+    assert marked(config) is is_ours
+
+
+def test_all_is_all_models_with_experts(harness, ours, tmp_path, monkeypatch):
+    """A dense model is not ours under ``BEAM_MOE_VLLM=all``."""
+    monkeypatch.setenv("BEAM_MOE_VLLM", "all")
+    ours.install()
+    dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    moe = ("moe_", "num_experts", "norm_topk", "decoder_sparse", "mlp_only")
+    path = harness.write_config(
+        tmp_path / "d", {k: v for k, v in harness.QWEN.items() if not k.startswith(moe)}, **dense
+    )
+    assert choice(harness.engine_config(path, dtype="bfloat16", quantization="mxfp8", lora=False)) == {OTHER}
+
+
+# --- what is computed
+
+
+@pytest.fixture(scope="module")
+def served(harness, ours, tmp_path_factory):
+    """A bf16 Beam with adapters in two slots, its layers' kernels ours."""
+    folder, registered = tmp_path_factory.mktemp("served"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_DISABLED_KERNELS", PORTABLE)
+        patch.setattr(ours.VllmJitKernel, "register_warmup", lambda self, *a, **k: registered.append(self))
+        with harness.built(beam(harness, folder, lora=True)) as (model, manager):
+            adapter = harness.write_adapter(folder / "a", "per_expert")
+            manager.add_adapter(harness.request(adapter))
+            warmups = [k for k in registered if isinstance(k, ours.LinearWarmup)]
+            yield SimpleNamespace(model=model, manager=manager, warmups=warmups)
+
+
+def served_layer(served):
+    return served.model.model.layers[0].self_attn.o_proj.base_layer
+
+
+def rows_of(layer, *shape, dtype=torch.bfloat16):
+    g = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, layer.input_size_per_partition, generator=g).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (40,), (530,), (2, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_product(ours, served, shape, bias):
+    """Of every route by size, 2-D and 3-D, as a dequantised product gives it."""
+    layer = served_layer(served)
+    x = rows_of(layer, *shape)
+    b = torch.randn(layer.output_size_per_partition).bfloat16() if bias else None
+    got = layer.quant_method.apply(layer, x, b)
+    assert got.dtype == torch.bfloat16
+    assert_close("product", product(layer, x, b), got, LIMIT)
+    assert ours.metrics.calls == {(ours.metrics.SERVED, "MXFP8 linear"): 1}
+
+
+def test_views(ours, served):
+    """Columns of a wider matrix, rows that start anywhere, every other row, a transpose, a row with a stray stride."""
+    layer = served_layer(served)
+    k = layer.input_size_per_partition
+    wide = torch.randn(8, 4 * k + 7).bfloat16()
+    turned = torch.randn(k, 4).bfloat16().T
+    views = [wide[:, k : 2 * k], wide[:, 3 : k + 3], wide[::2, :k], turned, wide[2:3, :k], wide[:1, 1 : k + 1]]
+    for x in [*views, wide[:6, :k].unflatten(0, (2, 3))]:
+        assert_close("view", product(layer, x), layer.quant_method.apply(layer, x, None), LIMIT)
+        form = ours._in_one_form(x.reshape(-1, k))
+        assert form.stride(1) == 1 and form.stride(0) % 16 == 0 and form.data_ptr() % 16 == 0
+    aligned = torch.randn(4, 2 * k).bfloat16()[:, :k]
+    assert ours._in_one_form(aligned).data_ptr() == aligned.data_ptr(), "no copy where none is needed"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_no_rows(served, shape):
+    layer = served_layer(served)
+    got = layer.quant_method.apply(layer, rows_of(layer, *shape), None)
+    assert got.shape == (*shape, layer.output_size_per_partition) and got.dtype == torch.bfloat16
+
+
+def test_calls_that_the_kernel_does_not_take(ours, served, monkeypatch):
+    """Served all the same, from dequantised weights, and said once."""
+    layer = served_layer(served)
+    strided = torch.randn(2 * layer.output_size_per_partition).bfloat16()[::2]
+    for dtype, bias in ((torch.float32, None), (torch.float16, None), (torch.bfloat16, strided)):
+        x = rows_of(layer, 3, dtype=dtype)
+        got = layer.quant_method.apply(layer, x, bias)
+        assert got.dtype == dtype
+        assert_close(str(dtype), product(layer, x, bias), got, LIMIT)
+    layer.quant_method.apply(layer, rows_of(layer, 2, dtype=torch.float32), None)
+    reasons = {d: n for (path, d), n in ours.metrics.calls.items() if path == ours.metrics.FALLBACK}
+    assert len(reasons) == 3 and reasons["its input is torch.float32"] == 2
+    monkeypatch.setenv("BEAM_MOE_STRICT", "1")
+    with pytest.raises(RuntimeError, match="an MXFP8 linear"):
+        layer.quant_method.apply(layer, rows_of(layer, 3, dtype=torch.float32), None)
+
+
+def test_adapters(harness, served):
+    """vLLM's wrapper over a layer of ours: an adapter's row and a bare one."""
+    slot = served.manager._adapter_manager.lora_index_to_id.index(1)
+    harness.set_slots(served.manager, [slot, -1])
+    for name in ("qkv_gate_proj", "o_proj"):
+        module = getattr(served.model.model.layers[0].self_attn, name)
+        x = rows_of(module.base_layer, 2)
+        base, got = product(module.base_layer, x), module.apply(x, None)
+        pairs = zip(module.lora_a_stacked, module.lora_b_stacked)
+        delta = torch.cat([b[slot, 0].float() @ (a[slot, 0].float() @ x[0].float()) for a, b in pairs])
+        assert_close("bare", base[1], got[1], LIMIT)
+        assert_close("with an adapter", base[0] + delta, got[0], 1e-2)
+        assert float(delta.norm()) > 0.1 * float(base[0].norm())
+
+
+def test_one_traced_graph_serves_every_size(ours, served):
+    """In one graph without a break, as one operator."""
+    layer, graphs = served_layer(served), []
+
+    def backend(graph, example_inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
+
+    traced = torch.compile(
+        lambda x: layer.quant_method.apply(layer, x, None), fullgraph=True, dynamic=True, backend=backend
+    )
+    with torch.no_grad():
+        for tokens in (5, 6, 70):
+            x = rows_of(layer, tokens)
+            assert_close("traced", product(layer, x), traced(x), LIMIT)
+    assert len(graphs) == 1 and any(f"beam_moe.{ours.OPERATOR}" in node for node in graphs[0]), graphs
+    assert ours.metrics.calls == {(ours.metrics.SERVED, "MXFP8 linear"): 3}
+    torch._dynamo.reset()
+
+
+def test_operator(served):
+    """Its shapes without running it are those of a run."""
+    layer = served_layer(served)
+    operator = torch.ops.beam_moe.vllm_mxfp8_linear
+    for x in (rows_of(layer, 3), rows_of(layer, 2, 3), rows_of(layer, 0)):
+        args = (x, layer.weight, layer.weight_scale, None)
+        torch.library.opcheck(operator.default, args, test_utils="test_faketensor")
+
+
+# --- warm-up
+
+
+def test_warmup(ours, served):
+    """One per shape, of sizes up to the engine's; each runs as a call does."""
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
+    shapes = {(m.weight.shape, None) for m in served.model.modules() if type(kernel_of(m)).__name__ == OURS}
+    assert {(w.layer.weight.shape, w.layer.bias) for w in set(served.warmups)} == shapes and len(shapes) > 2
+    for warmup in set(served.warmups):
+        keys = warmup.get_warmup_keys(config)
+        assert (1, False) in keys and max(keys)[0] <= 64 and len(keys) == len(set(keys))
+        warmup.compile(keys[0])
