@@ -27,6 +27,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from beam_moe import env
 from beam_moe.integrations.vllm import metrics
 from beam_moe.kernels.checks import reaches
+from beam_moe.kernels.launch import ARRIVAL_COUNTERS
 from beam_moe.kernels.mxfp8 import MXFP8Tensor, gemm
 from beam_moe.kernels.mxfp8.format import BLOCK
 from beam_moe.kernels.mxfp8.gemm import DECODE_ROWS, DEQUANTIZE_ROWS, OUT_DTYPES, choose, streams
@@ -165,15 +166,17 @@ direct_register_custom_op(OPERATOR, linear, [], _fake, _library)
 def launch_form(rows: int, weight: MXFP8Tensor, x: torch.Tensor) -> tuple:
     """What a call of ``rows`` rows, the first of ``x``, compiles for a weight without a bias or with one.
 
-    Triton compiles an argument again that is 1, or divides by 16, and every constant. Besides the constants of a
-    configuration these are the rows, the tiles along them, and whether the rows are few enough to ask for weights.
+    Triton compiles again for another constant, and for an argument that is 1 or divides by 16. Besides a configuration
+    these follow from the rows, the tiles along them, whether the rows are few enough to ask for weights ahead, and
+    whether all tiles have a place to count their arrivals.
     """
     n, k = weight.shape
     config = choose(rows, n, k, x.device, x_dtype=x.dtype, prepared=False, both=False, stream=streams(x[:rows], weight))
     if config.route == "dequantize":  # a copy of the weight, and cuBLAS
         return (config.route,)
     tiles = -(-rows // config.bm)
-    return config, rows <= DECODE_ROWS, rows == 1, rows % 16 == 0, tiles == 1, tiles % 16 == 0
+    few, counted = rows <= DECODE_ROWS, tiles * -(-n // config.bn) <= ARRIVAL_COUNTERS
+    return config, few, counted, rows == 1, rows % 16 == 0, tiles == 1, tiles % 16 == 0
 
 
 class LinearWarmup(VllmJitKernel[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from beam_moe.integrations.vllm import metrics
@@ -9,7 +10,8 @@ from beam_moe.integrations.vllm import metrics
 
 def report(model: Any) -> dict[str, Any]:
     """``layers``: one row per MoE layer of this rank (name, experts class, up to how many tokens ours serve,
-    reason, up to how many tokens the router is ours); ``calls``: `metrics.snapshot`."""
+    reason, up to how many tokens the router is ours); ``mxfp8_linears``: how many MXFP8 linear layers each kernel
+    class has; ``calls``: `metrics.snapshot`."""
     from vllm.model_executor.layers.fused_moe import MoERunner
 
     from beam_moe.integrations.vllm.experts import experts_of
@@ -34,4 +36,15 @@ def report(model: Any) -> dict[str, Any]:
                 "reason": "vLLM's choice" if ours is None else ours.reason or ours.no_bank,
             }
         )
-    return {"layers": rows, "calls": metrics.snapshot()}
+    return {"layers": rows, "mxfp8_linears": mxfp8_linears(model), "calls": metrics.snapshot()}
+
+
+def mxfp8_linears(model: Any) -> dict[str, int]:
+    """How many MXFP8 linear layers of ``model`` each class of kernels serves."""
+    from vllm.model_executor.kernels.linear import Mxfp8LinearKernel
+
+    # vLLM's methods, and compressed-tensors' schemes, keep a layer's kernel under names of their own
+    holders = (getattr(m, name, None) for m in model.modules() for name in ("quant_method", "scheme"))
+    kept = (v for holder in holders if holder is not None for v in vars(holder).values())
+    kernels = {id(k): type(k).__name__ for k in kept if isinstance(k, Mxfp8LinearKernel)}  # a LoRA wrapper's once more
+    return dict(Counter(kernels.values()))

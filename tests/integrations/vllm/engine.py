@@ -121,6 +121,14 @@ def compiles(record: list):
     triton.knobs.runtime.jit_post_compile_hook = hook
 
 
+def many_sizes(llm) -> None:
+    """Batches and prompts of sizes that no graph has."""
+    for n in (1, 3, 5, 8, 13, 16):
+        generate(llm, [PROMPTS[0][: 20 + n]] * n, None, tokens=4)
+    for length in (33, 257, 500):
+        generate(llm, [[(5 * j) % 900 + 5 for j in range(length)]], None, tokens=2)
+
+
 def plain(folder: Path) -> dict:
     """Without LoRA: eight rows, the reference of bare ones."""
     llm = start(folder, lora=False, enable_prefix_caching=False)
@@ -151,11 +159,7 @@ def lora(folder: Path) -> dict:
     llm.llm_engine.remove_lora(1)
     llm.llm_engine.remove_lora(2)
     out["after_removal"] = generate(llm, PROMPTS * 2, None)
-    out["sizes"] = {}
-    for n in (1, 3, 5, 8, 13, 16):
-        generate(llm, [PROMPTS[0][: 20 + n]] * n, None, tokens=4)
-    for length in (33, 257, 500):
-        generate(llm, [[(5 * j) % 900 + 5 for j in range(length)]], None, tokens=2)
+    many_sizes(llm)
     out["compiled"] = list(record)
     swaps, memory, drift = int(os.environ.get("BEAM_MOE_TEST_SWAPS", "200")), [], 0
     known = {1: out["mixed_a"], 2: out["mixed_b"]}
@@ -229,10 +233,16 @@ def quantised(folder: Path) -> dict:
 
     base = os.environ["BEAM_MOE_TEST_BASE"]
     llm = start(folder, lora=True, enable_prefix_caching=False, quantization=base)
+    record: list[str] = []
+    compiles(record)
     out = {"bare": generate(llm, PROMPTS * 2, None)}
     request = AdapterSync("policy", 1).update(llm, adapter(1), CONFIG)
     out["mixed"] = generate(llm, PROMPTS * 2, [None] * 4 + [request] * 4)
-    return {**out, "report": llm.collective_rpc("beam_moe_report")[0]}
+    many_sizes(llm)
+    generate(
+        llm, [[(5 * j + i) % 900 + 5 for j in range(400)] for i in range(2)], None, tokens=2
+    )  # one prefill of both
+    return {**out, "compiled": record, "report": llm.collective_rpc("beam_moe_report")[0]}
 
 
 def stored(folder: Path) -> dict:

@@ -125,6 +125,7 @@ def test_batch_invariance(results):
 
 
 OURS = {"BeamTritonExperts", "BeamMxfp8Experts"}
+LINEARS = "BeamMxfp8LinearKernel"
 
 
 def assert_adapter_rows_only(result: dict, bound: float) -> None:
@@ -152,9 +153,12 @@ def bound_of(fmt: str) -> float:
     "base", [pytest.param(b, marks=needs(Scenario("quantised", base=b))) for b in ("fp8", "mxfp8")]
 )
 def test_quantised_base_with_adapters(results, base):
-    """On our kernels or on vLLM's, with the reason said; the adapter works and leaves bare rows alone."""
+    """On our kernels, in MXFP8 the linears' too, or on vLLM's with the reason said; the adapter works and leaves bare
+    rows alone; no kernel of ours compiles once the engine is ready."""
     (result,) = results
     assert_adapter_rows_only(result, bound_of(base))
+    assert result["report"]["mxfp8_linears"] == ({LINEARS: 10} if base == "mxfp8" else {})
+    assert [n for n in result["compiled"] if n.startswith("beam_moe.")] == []
     for row in result["report"]["layers"]:
         assert base != "mxfp8" or row["experts"] == "BeamMxfp8Experts", row
         assert row["ours_up_to_tokens"] > 0 or row["reason"], row
@@ -169,6 +173,7 @@ def test_quantised_checkpoint_with_adapters(results, fmt):
     (result,) = results
     assert_adapter_rows_only(result, bound_of(fmt))
     assert len({tuple(tokens) for tokens, _ in result["bare"][:4]}) == 4, "the model must depend on its prompt"
+    assert set(result["report"]["mxfp8_linears"]) == ({LINEARS} if fmt.endswith("mxfp8") else set())
     reasons = [c["detail"] for c in result["report"]["calls"] if c["path"] == "fallback"]
     for row in result["report"]["layers"]:
         assert (row["experts"] == "BeamMxfp8Experts") == fmt.endswith("mxfp8"), row

@@ -1,12 +1,14 @@
 """MXFP8 linear layers on our GEMM: for whom, what they compute, and that nothing is left to compile."""
 
+import importlib
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from beam_moe.testing import assert_close
+from beam_moe.testing import assert_close, load_script
 
 LIMIT = 4e-3
 OURS = "BeamMxfp8LinearKernel"
@@ -38,9 +40,9 @@ def kernel_of(layer):
 
 def chosen(model) -> set[str]:
     """Names of the kernels of a model's MXFP8 linears."""
-    from vllm.model_executor.kernels.linear import Mxfp8LinearKernel
+    from beam_moe.integrations.vllm.report import mxfp8_linears
 
-    return {type(k).__name__ for m in model.modules() if isinstance(k := kernel_of(m), Mxfp8LinearKernel)}
+    return set(mxfp8_linears(model))
 
 
 def beam(harness, folder, **options):
@@ -302,6 +304,61 @@ def test_operator(served):
         torch.library.opcheck(operator.default, args, test_utils="test_faketensor")
 
 
+# --- where weights come from
+
+
+def test_weights_quantised_again(ours, served):
+    """A reload's: other values, the kernel and its layout as before."""
+    layer = served.model.model.layers[1].self_attn.o_proj.base_layer
+    x, kernel = rows_of(layer, 3), kernel_of(layer)
+    before = product(layer, x)
+    other = torch.randn(layer.weight.shape).bfloat16()
+    layer.weight = torch.nn.Parameter(other, requires_grad=False)
+    layer._already_called_process_weights_after_loading = False
+    layer.quant_method.process_weights_after_loading(layer)
+    assert kernel_of(layer) is kernel
+    assert_close("quantised", other.float(), dense(layer.weight, layer.weight_scale), 0.04)
+    got = layer.quant_method.apply(layer, x, None)
+    assert_close("again", product(layer, x), got, LIMIT)
+    assert not torch.allclose(before, got.float(), atol=0.1)
+
+
+@pytest.mark.parametrize("fmt", ["ct-mxfp8", "modelopt-mxfp8"])
+def test_stored_weights(harness, ours, tmp_path, fmt):
+    """The checkpoint's very bytes, from either tool."""
+    from safetensors.torch import load_file
+
+    checkpoints = load_script(Path(__file__).parent / "checkpoints.py")
+    wide = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256, "head_dim": 32}
+    folder = checkpoints.write(tmp_path / "m", {**harness.BEAM, **wide}, fmt)
+    config = harness.engine_config(folder, dtype="bfloat16", lora=False)
+    with harness.built(config, checkpoint=folder) as (model, _):
+        assert chosen(model) == {OURS}
+        layer, state = model.model.layers[0].self_attn.o_proj, load_file(Path(folder) / "model.safetensors")
+        name = "model.layers.0.self_attn.o_proj.weight"
+        assert torch.equal(layer.weight.view(torch.uint8), state[name].view(torch.uint8))
+        assert torch.equal(layer.weight_scale, state[f"{name}_scale"])
+        x = rows_of(layer, 3)
+        assert_close(fmt, product(layer, x), layer(x)[0], LIMIT)
+
+
+@pytest.mark.parametrize(
+    "name, what", [("weight", torch.zeros(64, 64).bfloat16()), ("weight_scale", torch.zeros(128).byte())]
+)
+def test_another_layout(harness, ours, tmp_path, name, what):
+    """What another kernel's quantisation would leave is an error when it is loaded."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(beam(harness, tmp_path)):
+        kernel = ours.BeamMxfp8LinearKernel(ours.Mxfp8LinearLayerConfig((64, 64)))
+    right = {"weight": torch.zeros(64, 64).to(torch.float8_e4m3fn), "weight_scale": torch.zeros(64, 2).byte()}
+    layer = torch.nn.Module()
+    for key, value in {**right, name: what}.items():
+        layer.register_parameter(key, torch.nn.Parameter(value, requires_grad=False))
+    with pytest.raises(ValueError, match=f"BeamMxfp8LinearKernel: {name} must be"):
+        kernel.process_weights_after_loading(layer)
+
+
 # --- warm-up
 
 
@@ -314,3 +371,72 @@ def test_warmup(ours, served):
         keys = warmup.get_warmup_keys(config)
         assert (1, False) in keys and max(keys)[0] <= 64 and len(keys) == len(set(keys))
         warmup.compile(keys[0])
+
+
+class Launches:
+    """Stands for a kernel and notes, of each launch, what Triton compiles anew for another value of it."""
+
+    def __init__(self, name: str, seen: set) -> None:
+        self.name, self.seen = name, seen
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **constants) -> None:
+        self.seen.add((self.name, tuple(map(self.kind, args)), tuple(sorted(constants.items()))))
+
+    def kind(self, arg):
+        if isinstance(arg, torch.Tensor):
+            return arg.dtype, arg.data_ptr() % 16 == 0
+        if isinstance(arg, int):
+            return "1" if arg == 1 else "16" if arg % 16 == 0 else "i"
+        return type(arg).__name__, tuple(getattr(arg, "block_shape", ()))
+
+
+@pytest.fixture
+def launches(ours, monkeypatch):
+    """Launches of our GEMM as an H200 makes them, of which nothing runs."""
+    from beam_moe.kernels import tuning
+
+    package, seen = "beam_moe.kernels.mxfp8", set()  # which has functions by the names of its modules
+    gemm, stream, quantize = (importlib.import_module(f"{package}.{n}") for n in ("gemm", "stream", "quantize"))
+    places = (
+        (gemm, "_gemm_kernel"),
+        (gemm, "_sum_kernel"),
+        (stream, "_stream_kernel"),
+        (quantize, "_dequantize_kernel"),
+    )
+    for module, name in places:
+        monkeypatch.setattr(module, name, Launches(name, seen))
+    monkeypatch.setattr(gemm, "dense_matmul", lambda *args: None)
+    monkeypatch.setattr(gemm, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gemm, "_sms", lambda device: 132)
+    monkeypatch.setattr(gemm, "supports_pdl", lambda device: True)
+    for module in (gemm, quantize):
+        monkeypatch.setattr(module, "_soft", lambda device: False)
+    monkeypatch.setattr(tuning, "device_folder", lambda device: "nvidia_h200")
+    return seen
+
+
+@pytest.mark.parametrize("most", [100, 4096])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("n, k", [(1792, 5120), (5120, 768), (5120, 2560), (200, 352), (24, 96)])
+def test_warmup_covers_every_size(ours, launches, n, k, bias, most):
+    """Whatever a batch of 1 to 4096 rows launches, the warm-up has launched: also where the engine takes fewer."""
+    layer = torch.nn.Module()
+    layer.weight, layer.weight_scale = torch.zeros(n, k).to(torch.float8_e4m3fn), torch.full((n, k // 32), 127).byte()
+    layer.bias = torch.zeros(n).bfloat16() if bias else None
+    warmup = ours.LinearWarmup(layer)
+    keys = warmup.get_warmup_keys(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=most)))
+    assert {b for _, b in keys} == set(warmup.biases) and max(rows for rows, _ in keys) <= most
+    for key in keys:
+        warmup.compile(key)
+    compiled = set(launches)
+    launches.clear()
+    x = torch.zeros(4096, k).bfloat16()
+    for rows in range(1, min(most, 600) + 1):
+        for b in {None, layer.bias}:
+            ours.linear(x[:rows], layer.weight, layer.weight_scale, b)
+    for rows in range(640, most + 1, 432):
+        ours.linear(x[:rows], layer.weight, layer.weight_scale, layer.bias)
+    assert launches == compiled, "of these nothing is missing, and nothing compiled in vain"
