@@ -90,16 +90,10 @@ def kernels(model: str, tp: int, ep: int, device: str | None) -> list[list[Any]]
         return [["MoE layers", "vLLM's experts", str(error)]]
     shard = config.shard(tp=tp, ep=ep)
     sparse = sum(config.sparse)
-    rows: list[list[Any]] = []
-    if sparse < config.num_layers:
-        few = env.number("VLLM_LINEAR_LORA")
-        beam = few > 0 and (raw.get("architectures") or ["?"])[0] == env.BEAM
-        adapters = f"ours up to {few} tokens, vLLM's above" if beam else "vLLM's"
-        rows.append(
-            [f"{config.num_layers - sparse} dense", f"vLLM's linear layers, adapters' kernels {adapters}", None]
-        )
+    architecture = (raw.get("architectures") or ["?"])[0]
+    rows: list[list[Any]] = [[_linear_layers(config.num_layers - sparse), linears(architecture, raw), None]]
     what = f"{sparse} sparse: {shard.num_experts} experts, H {shard.hidden}, I {shard.intermediate}, top-{shard.top_k}"
-    reason = why_not((raw.get("architectures") or ["?"])[0], raw)
+    reason = why_not(architecture, raw)
     if reason is not None:
         return [*rows, [what, "vLLM's experts", reason]]
     shape = {
@@ -114,6 +108,21 @@ def kernels(model: str, tp: int, ep: int, device: str | None) -> list[list[Any]]
         *rows,
         [what, "beam_moe.kernels.moe_lora", "tuned table" if tuned else "launched by heuristic: no tuned entry"],
     ]
+
+
+def _linear_layers(dense: int) -> str:
+    return f"linear layers: attention, {dense} dense" if dense else "linear layers: attention"
+
+
+def linears(architecture: str, raw: dict[str, Any]) -> str:
+    """What serves the linear layers of a model in vLLM, and their adapters."""
+    few, named = env.number("VLLM_LINEAR_LORA"), env.serves_in_vllm(architecture)
+    # vLLM's own classes give their linears' adapters to us where the experts are ours; Beam's, which is ours, always
+    ours = few > 0 and named and (architecture == env.BEAM or why_not(architecture, raw) is None)
+    adapters = f"ours up to {few} tokens, vLLM's above" if ours else "vLLM's"
+    mxfp8 = named and env.flag("VLLM_MXFP8_LINEAR") and stored_as(raw) in (None, "mxfp8")
+    kernels = "vLLM's, in MXFP8 on Hopper beam_moe.kernels.mxfp8" if mxfp8 else "vLLM's"
+    return f"{kernels}; adapters' kernels {adapters}"
 
 
 def stored_as(raw: dict[str, Any]) -> str | None:
@@ -202,6 +211,8 @@ def doctor(
         for rank, worker in enumerate(workers):
             rows = [[layer.get(key) for key in LAYER_COLUMNS.values()] for layer in worker["layers"]]
             _table(f"Worker {rank}", list(LAYER_COLUMNS), rows)
+            if worker.get("mxfp8_linears"):
+                _table("MXFP8 linears", ["kernel", "layers"], [list(row) for row in worker["mxfp8_linears"].items()])
             _table(
                 "calls", ["path", "detail", "calls"], [[c["path"], c["detail"], c["calls"]] for c in worker["calls"]]
             )

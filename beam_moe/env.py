@@ -32,10 +32,11 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_LINEAR_LORA": Variable(
         "64",
-        "most tokens of a batch whose dense layers' LoRA is ours in vLLM's Beam; larger ones, with 0 all, are vLLM's",
+        "most tokens of a batch whose linear layers' LoRA is ours in vLLM's Beam and in other models whose experts are"
+        " ours; larger ones, with 0 all, are vLLM's",
     ),
     "VLLM_MXFP8_LINEAR": Variable(
-        "1", "0: MXFP8 linear layers are vLLM's on Hopper too, in Beam and in the other models that VLLM names"
+        "1", "0: MXFP8 linear layers are vLLM's on Hopper too, in every model that BEAM_MOE_VLLM names"
     ),
     "PDL": Variable("1", "0: no launch starts before the one before it is through (programmatic dependent launch)"),
     "JOIN": Variable("1", "0: a layer's products never share a launch, whose programs rely on being started in order"),

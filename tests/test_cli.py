@@ -43,7 +43,9 @@ def test_doctor_without_arguments():
 def test_which_kernel_serves_a_checkpoint(tmp_path, change, reason):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
     dense, sparse = cli.kernels(str(tmp_path), 8, 1, "no such device")
-    assert dense[0] == "3 dense" and "49 sparse: 256 experts, H 5120, I 320, top-8" in sparse[0]
+    assert (
+        dense[0] == "linear layers: attention, 3 dense" and "49 sparse: 256 experts, H 5120, I 320, top-8" in sparse[0]
+    )
     if reason is None:
         assert sparse[1] == "beam_moe.kernels.moe_lora" and "heuristic" in sparse[2]
     else:
@@ -58,6 +60,46 @@ def test_layers_the_kernel_has_no_term_for(tmp_path, change, reason):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
     [[_, served, why]] = cli.kernels(str(tmp_path), 8, 1, None)
     assert served == "vLLM's experts" and reason in why
+
+
+@pytest.mark.parametrize(
+    "asked, few, quantised, adapters, mxfp8",
+    [
+        ("beam", "64", None, False, False),
+        ("all", "64", None, True, True),
+        ("Qwen3MoeForCausalLM", "16", None, True, True),
+        ("all", "0", None, False, True),
+        ("all", "64", "mxfp8", False, True),  # its experts are vLLM's
+        ("all", "64", "fp8", False, False),
+    ],
+)
+@pytest.mark.parametrize("dense", [0, 3])
+def test_linear_layers_of_other_models(tmp_path, monkeypatch, asked, few, quantised, adapters, mxfp8, dense):
+    """Their adapters are ours where their experts are, MXFP8 ones where they are named."""
+    monkeypatch.setenv("BEAM_MOE_VLLM", asked)
+    monkeypatch.setenv("BEAM_MOE_VLLM_LINEAR_LORA", few)
+    change = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (52 - dense),
+    }
+    if quantised:
+        change["quantization_config"] = {"quant_method": quantised} if quantised != "mxfp8" else MXFP8[0]
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    [what, served, _], sparse = cli.kernels(str(tmp_path), 8, 1, "no such device")
+    assert ("3 dense" in what) is (dense == 3) and sparse[0].startswith(f"{52 - dense} sparse")
+    assert (f"ours up to {few} tokens" in served) is adapters
+    assert ("MXFP8 on Hopper beam_moe.kernels.mxfp8" in served) is mxfp8
+    monkeypatch.setenv("BEAM_MOE_VLLM_MXFP8_LINEAR", "0")
+    assert "MXFP8" not in cli.kernels(str(tmp_path), 8, 1, "no such device")[0][1]
+
+
+def test_linear_layers_of_beam(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
+    assert (
+        cli.kernels(str(tmp_path), 8, 1, None)[0][1] == "vLLM's; adapters' kernels ours up to 64 tokens, vLLM's above"
+    )
+    monkeypatch.setenv("BEAM_MOE_VLLM", "0")
+    assert cli.kernels(str(tmp_path), 8, 1, None)[0][1] == "vLLM's; adapters' kernels vLLM's"
 
 
 def test_environment_decides_for_other_models(monkeypatch):
@@ -131,6 +173,7 @@ def test_report_of_a_running_server():
     row = {"layer": "model.layers.3.mlp.experts", "experts": "TritonExperts", "ours_up_to_tokens": 0, "lora": False}
     report = {
         "layers": [{**row, "reason": "EPLB moves its experts"}],
+        "mxfp8_linears": {"BeamMxfp8LinearKernel": 104},
         "calls": [{"path": "fallback", "detail": "EPLB", "calls": 4}],
     }
     asked = []
@@ -145,6 +188,7 @@ def test_report_of_a_running_server():
         out = run("--url", f"{url}/")
     assert asked == [("/collective_rpc", {"method": "beam_moe_report"})]
     assert "model.layers.3.mlp.experts" in out and "EPLB moves its experts" in out and "fallback" in out
+    assert "BeamMxfp8LinearKernel" in out and "104" in out
 
 
 def test_a_server_without_the_endpoint_is_told_from_none():
