@@ -1,8 +1,8 @@
 """``--quantization beam_mxfp8``: vLLM's online MXFP8 with every expert on our kernel, or no engine at all.
 
 Under vLLM's own ``mxfp8`` a layer that we cannot serve stays with vLLM and a log line says so. Here it is a ValueError
-at start-up that names the layer and the reason. Linears are quantised for the engine's kernels; routers, embeddings,
-norms and the head keep their precision.
+at start-up that names the layer and the reason. Linears are quantised for the kernel that the engine has for them, on
+Hopper ours (`mxfp8_linear`) without the promise; routers, embeddings, norms and the head keep their precision.
 """
 
 from __future__ import annotations
