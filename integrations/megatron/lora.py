@@ -8,11 +8,13 @@ checkpoints work on them. Beside that it mends or refuses what is wrong in megat
   data parallel replicas). Here the shared factor is an ordinary data parallel parameter.
 * ``lora_dtype`` is ignored on Megatron's linears: honoured on grouped experts, refused elsewhere if it differs.
 * replicas of a factor could start different when built on the CPU: initial values depend on name and expert only.
+* adapters of sequential experts under expert parallelism, of which the export has one rank's alone: refused.
 * one adapter for all experts of an EP rank (``share_expert_adapters=True``, Bridge's default) is refused on grouped
   experts: neither vLLM nor PEFT can name it.
 """
 
 import json
+import re
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -30,6 +32,8 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 from torch.nn import functional as F
 
+from beam_moe.adapters import DOWN, GATE, PROJECTIONS, UP
+from beam_moe.integrations.megatron.layers import BeamOutputLayer
 from beam_moe.integrations.megatron.linears import (
     GroupedLinear,
     MXFP8LayerNormColumnParallelLinear,
@@ -41,6 +45,8 @@ from beam_moe.integrations.megatron.linears import (
 
 PREFIX = "base_model.model."
 LAYOUTS = ("per_expert", "shared_outer", "fused_3d")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+STACKED = {GATE: "w1", UP: "w3", DOWN: "w2"}
 
 
 def _times(x, w, splits, offsets):
@@ -242,6 +248,22 @@ def _refuse(what: str) -> None:
     raise ValueError(f"LoRA: {what}")
 
 
+def _check_target(lora, module: nn.Module, name: str | None, prefix: str | None) -> None:
+    """Refuse a module of which base and adapter would not add up, or not be exported."""
+    capped = isinstance(module, BeamOutputLayer)
+    partial = ".local_experts." in f"{prefix}." and parallel_state.get_expert_model_parallel_world_size() > 1
+    if not (capped or partial) or lora.match(module, name, prefix) is None:
+        return
+    if capped:
+        _refuse(
+            f"target_modules must be without {name}: its logits are capped before the adapter's part would be added"
+        )
+    _refuse(
+        f"moe_grouped_gemm must be True under expert parallelism, got sequential experts, {prefix}.{name}: "
+        "megatron-bridge exports the adapters of one rank's experts alone"
+    )
+
+
 def _adapt_grouped(lora: LoRA, module: GroupedLinear, full_name: str) -> GroupedLoRALinear:
     if not lora.experts_shared_outer_loras and lora.share_expert_adapters:
         _refuse(
@@ -276,6 +298,7 @@ def install() -> None:
         if isinstance(module, GroupedLinear):
             found = self.match(module, name, prefix)
             return module if found is None else _adapt_grouped(self, module, found[1])
+        _check_target(self, module, name, prefix)
         out = original(self, module, name, prefix)
         if out is module or not isinstance(out, LoRALinear):
             return out
@@ -304,6 +327,7 @@ def install() -> None:
             _refuse("CanonicalLoRA on linear_qkv with attention_output_gate: it has no part for the gate; use LoRA")
         if isinstance(module, GroupedLinear) and self.match(module, name, prefix) is not None:
             _refuse(f"CanonicalLoRA on the grouped experts {name}: use LoRA")
+        _check_target(self, module, name, prefix)
         return canonical(self, module, name, prefix)
 
     canonical_transform.__beam_moe__, canonical_transform.__wrapped__ = True, canonical
@@ -344,11 +368,16 @@ def peft_ranks(tensors: dict[str, torch.Tensor]) -> tuple[int, dict[str, int]]:
     return rank, {n: r for n, r in ranks.items() if r != rank}
 
 
-def _indexed(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, torch.Tensor]:
+def _is_shared(name: str, t: torch.Tensor) -> bool:
+    return t.dim() == 3 and t.shape[0] == 1 and ".experts." in name
+
+
+def _indexed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Shared factors ``(1, ., .)`` repeated under every expert's own name."""
+    experts = 1 + max((int(m[2]) for m in map(EXPERT.fullmatch, tensors) if m), default=-1)
     out = {}
     for name, t in tensors.items():
-        if t.dim() == 3 and t.shape[0] == 1 and ".experts." in name:
+        if _is_shared(name, t):
             head, tail = name.split(".experts.")
             out.update({f"{head}.experts.{e}.{tail}": t[0].clone() for e in range(experts)})
         else:
@@ -356,10 +385,70 @@ def _indexed(tensors: dict[str, torch.Tensor], experts: int) -> dict[str, torch.
     return out
 
 
+def stacked_outer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Projections with a shared factor under the names by which vLLM knows them, all experts in one tensor.
+
+    ``experts.{w1,w3,w2}.lora_{A,B}.weight`` for gate, up and down: ``(1, ., .)`` the shared one, ``(E, ., .)`` the
+    other, which Bridge exports by expert under another module's name. The rest stays as it is.
+    """
+    shared = {n.rpartition(".lora_")[0] for n, t in tensors.items() if _is_shared(n, t)}
+    out: dict[str, torch.Tensor] = {}
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, t in tensors.items():
+        m = EXPERT.fullmatch(name)
+        module, _, side = (f"{m[1]}.{m[3]}" if m else name).rpartition(".lora_")
+        if module not in shared:
+            out[name] = t
+            continue
+        head, _, projection = module.rpartition(".")
+        key = f"{head}.{STACKED[PROJECTIONS[projection]]}.lora_{side}"
+        if m is None:
+            out[key] = t
+        else:
+            parts.setdefault(key, {})[int(m[2])] = t
+    return out | {key: torch.stack([of[e] for e in sorted(of)]) for key, of in parts.items()}
+
+
+def _write(tensors: dict[str, torch.Tensor], alpha: float, folder: Path, layout: str, config, base_model) -> None:
+    """The files of `save_adapter`."""
+    plain = _indexed(tensors)
+    rank, rank_pattern = peft_ranks(plain if layout == "per_expert" else tensors)
+    modules = {n.rpartition(".lora_A.")[0] for n in plain if ".lora_A." in n}
+    peft = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": {},
+        "target_modules": sorted({n.rpartition(".")[2] for n in modules}),
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    if layout == "per_expert":
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        ready = {PREFIX + n: t.detach().clone().contiguous() for n, t in plain.items()}
+        save_file(ready, folder / "adapter_model.safetensors", {"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(peft, indent=2) + "\n", encoding="utf-8")
+    else:
+        from beam_moe import BeamMoEConfig, export_adapter, load_adapter
+
+        shape = BeamMoEConfig.from_hf(config)
+        adapter = load_adapter({PREFIX + n: t for n, t in tensors.items()}, shape, peft_config=peft)
+        export_adapter(adapter, folder, layout, config=shape, base_model=base_model)
+
+
 def save_adapter(bridge, chunks, folder, *, layout: str = "per_expert", base_model: str | None = None) -> Path:
     """Write the model's adapter as a PEFT folder, ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    Collective: all ranks must call it, rank 0 writes, and no rank returns before it has.
+    Collective: all ranks must call it, rank 0 writes, and no other returns before it has, or raises where it could not.
 
     Args:
         bridge: the ``AutoBridge`` that the model came from.
@@ -378,38 +467,17 @@ def save_adapter(bridge, chunks, folder, *, layout: str = "per_expert", base_mod
     folder, config = Path(folder), bridge.hf_pretrained.config
     tensors = adapter_tensors(bridge, chunks)
     alpha, _ = adapter_scale(chunks)
+    failed: list = [None]
+    error: Exception | None = None
     if torch.distributed.get_rank() == 0:
-        plain = _indexed(tensors, config.num_experts if hasattr(config, "num_experts") else 0)
-        rank, rank_pattern = peft_ranks(plain if layout == "per_expert" else tensors)
-        modules = {n.rpartition(".lora_A.")[0] for n in plain if ".lora_A." in n}
-        peft = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base_model,
-            "r": rank,
-            "lora_alpha": alpha,
-            "rank_pattern": rank_pattern,
-            "alpha_pattern": {},
-            "target_modules": sorted({n.rpartition(".")[2] for n in modules}),
-            "bias": "none",
-            "lora_dropout": 0.0,
-            "use_rslora": False,
-            "use_dora": False,
-            "init_lora_weights": True,
-            "inference_mode": True,
-        }
-        if layout == "per_expert":
-            from safetensors.torch import save_file
-
-            folder.mkdir(parents=True, exist_ok=True)
-            ready = {PREFIX + n: t.detach().clone().contiguous() for n, t in plain.items()}
-            save_file(ready, folder / "adapter_model.safetensors", {"format": "pt"})
-            (folder / "adapter_config.json").write_text(json.dumps(peft, indent=2) + "\n", encoding="utf-8")
-        else:
-            from beam_moe import BeamMoEConfig, export_adapter, load_adapter
-
-            shape = BeamMoEConfig.from_hf(config)
-            adapter = load_adapter({PREFIX + n: t for n, t in tensors.items()}, shape, peft_config=peft)
-            export_adapter(adapter, folder, layout, config=shape, base_model=base_model)
-    torch.distributed.barrier()
+        try:
+            _write(tensors, alpha, folder, layout, config, base_model)
+        except Exception as e:
+            error, failed = e, [(isinstance(e, ValueError), f"save_adapter: rank 0 failed: {e}")]
+    torch.distributed.broadcast_object_list(failed)
+    if error is not None:
+        raise error
+    if failed[0] is not None:
+        bad_input, message = failed[0]
+        raise (ValueError if bad_input else RuntimeError)(message)
     return folder

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from beam_moe.integrations.megatron.lora import adapter_scale, adapter_tensors, peft_ranks
+from beam_moe.integrations.megatron.lora import adapter_scale, adapter_tensors, peft_ranks, stacked_outer
 from beam_moe.weight_sync import is_router
 
 
@@ -100,6 +100,8 @@ class WeightSource:
 class AdapterSource:
     """The LoRA adapter alone, under PEFT's names, each factor in its own type, the scale ``alpha / r`` not applied.
 
+    Shared-outer experts come as ``experts.{w1,w3,w2}`` with all experts in one tensor, see `lora.stacked_outer`.
+
     Args:
         bridge, chunks: as in `WeightSource`.
 
@@ -112,11 +114,11 @@ class AdapterSource:
         alpha, dims = adapter_scale(chunks)
         self.peft_config: dict = {"peft_type": "LORA", "r": dims[0], "lora_alpha": alpha}
         if len(dims) > 1:  # which module has which rank is in the tensors alone
-            rank, pattern = peft_ranks(adapter_tensors(bridge, chunks, cpu=False))
+            rank, pattern = peft_ranks(stacked_outer(adapter_tensors(bridge, chunks, cpu=False)))
             self.peft_config.update(r=rank, rank_pattern=pattern)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in adapter_tensors(self.bridge, self.chunks, cpu=False).items():
+        for name, tensor in stacked_outer(adapter_tensors(self.bridge, self.chunks, cpu=False)).items():
             yield f"base_model.model.{name}", tensor.detach().contiguous()
 
     def metadata(self) -> list[TensorMeta]:

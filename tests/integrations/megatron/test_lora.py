@@ -146,6 +146,7 @@ def test_gradients_do_not_depend_on_the_layout(ranks, kind):
 
 def guards(folder):
     import megatron_ranks as m
+    from megatron.bridge.peft.lora import LoRA
 
     path = m.checkpoint(m.reference(), folder / "hf")
     messages = {}
@@ -156,6 +157,9 @@ def guards(folder):
         with pytest.raises(ValueError) as e:
             m.load(path, hooks=[_lora(kind, **changes)], **fields)
         messages[name] = str(e.value)
+    with pytest.raises(ValueError) as e:
+        m.load(path, hooks=[LoRA(target_modules=["output_layer"])])
+    messages["head"] = str(e.value)
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 
     with pytest.raises(ValueError) as e:
@@ -169,6 +173,69 @@ def test_what_bridge_gets_wrong_is_refused(ranks):
     assert "share_expert_adapters" in messages["share"]
     assert "lora_dtype" in messages["dtype"]
     assert "attention_output_gate" in messages["canonical"]
+    assert "output_layer" in messages["head"] and "capped" in messages["head"]
+
+
+def sequential(folder, ep=1):
+    """Names of one layer's expert factors, exported from megatron-core's sequential experts."""
+    import megatron_ranks as m
+
+    from beam_moe.integrations.megatron import AdapterSource
+
+    path = m.checkpoint(m.reference(), folder / "hf")
+    if ep > 1:
+        with pytest.raises(ValueError) as e:
+            m.load(path, ep=ep, hooks=[_lora("per_expert")], moe_grouped_gemm=False)
+        return str(e.value)
+    bridge, _, chunks = m.load(path, hooks=[_lora("per_expert")], moe_grouped_gemm=False)
+    return sum(".layers.1.mlp.experts." in n for n in dict(AdapterSource(bridge, chunks)))
+
+
+def test_sequential_experts_are_exported_whole_or_refused(ranks):
+    assert ranks("sequential") == [2 * 3 * 16]
+    for message in ranks("sequential", 2, ep=2):
+        assert "moe_grouped_gemm" in message and "local_experts.0.linear_fc" in message
+
+
+def unwritten(folder, ep=1):
+    """What every rank says where rank 0 cannot write."""
+    import megatron_ranks as m
+
+    from beam_moe.integrations.megatron import save_adapter
+
+    bridge, _, chunks = m.load(m.checkpoint(m.reference(), folder / "hf"), ep=ep, hooks=[_lora("per_expert")])
+    (folder / "file").touch()
+    said = []
+    for where, layout, kind in ((folder / "a", "shared_outer", ValueError), (folder / "file", "per_expert", Exception)):
+        with pytest.raises(kind) as e:
+            save_adapter(bridge, chunks, where, layout=layout)
+        said.append(str(e.value))
+    return said
+
+
+def test_no_rank_waits_for_a_file_that_cannot_be_written(ranks):
+    for outer, file in ranks("unwritten", 2, ep=2):
+        assert "shared outer factors" in outer and "exists" in file.lower()
+
+
+def renamed(folder):
+    from beam_moe.integrations.megatron.lora import _indexed, stacked_outer
+
+    head = "model.layers.0.block_sparse_moe.experts."
+    factors = {f"{head}w1.lora_A.weight": torch.ones(1, 2, 4), "model.layers.0.self_attn.q_proj.lora_A.weight": 0}
+    factors = {n: torch.as_tensor(t) for n, t in factors.items()}
+    factors |= {f"{head}{e}.w1.lora_B.weight": torch.full((6, 2), float(e)) for e in (2, 0, 1)}
+    return _indexed(factors), stacked_outer(factors)
+
+
+def test_shared_factors_of_a_model_that_names_its_experts_otherwise(ranks):
+    """``w1`` below ``block_sparse_moe``, and a configuration without ``num_experts``."""
+    ((indexed, stacked),) = ranks("renamed")
+    head = "model.layers.0.block_sparse_moe.experts."
+    names = {f"{head}{e}.w1.lora_{side}.weight" for e in range(3) for side in "AB"}
+    assert indexed.keys() - names == stacked.keys() - {f"{head}w1.lora_A.weight", f"{head}w1.lora_B.weight"}
+    assert indexed.keys() >= names
+    assert stacked[f"{head}w1.lora_B.weight"][:, 0, 0].tolist() == [0, 1, 2]
 
 
 def fp32_factors(folder):

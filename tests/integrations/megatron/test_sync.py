@@ -73,7 +73,7 @@ def test_a_rounded_router_is_not_sent(ranks):
     assert "bfloat16" in rounded and "mlp.gate.weight" in rounded
 
 
-def adapters(folder, ep=1):
+def adapters(folder, kind, ep=1):
     import megatron_ranks as m
     from megatron.bridge.peft.lora import LoRA
 
@@ -82,7 +82,7 @@ def adapters(folder, ep=1):
 
     ref = m.reference()
     path = m.checkpoint(ref, folder / "hf")
-    lora = LoRA(dim=8, alpha=32, share_expert_adapters=False)
+    lora = LoRA(dim=8, alpha=32, **{kind: kind == "experts_shared_outer_loras"})
     bridge, _, chunks = m.load(path, ep=ep, dtype=torch.bfloat16, hooks=[lambda c: lora(c, training=True)])
     source = AdapterSource(bridge, chunks)
     tensors = dict(source)
@@ -90,11 +90,20 @@ def adapters(folder, ep=1):
     banks = load_adapter(tensors, BeamMoEConfig.from_hf(ref.config), peft_config=source.peft_config).experts
     base = dict(WeightSource(bridge, chunks, merge_adapters=False))
     same = all(torch.equal(base[n], t if ".mlp.gate." in n else t.bfloat16()) for n, t in ref.state_dict().items())
-    return sorted(banks), {t.dtype for t in tensors.values()}, source.peft_config, same
+    experts = {n.split(".experts.")[1]: tuple(t.shape) for n, t in tensors.items() if ".layers.2.mlp.experts." in n}
+    return sorted(banks), {t.dtype for t in tensors.values()}, source.peft_config, same, experts
 
 
-def test_adapter_alone(ranks):
-    for layers, dtypes, config, same in ranks("adapters", 2, ep=2):
+@pytest.mark.parametrize("kind", ["share_expert_adapters", "experts_shared_outer_loras"])
+def test_adapter_alone(ranks, kind):
+    for layers, dtypes, config, same, experts in ranks("adapters", 2, kind=kind, ep=2):
         assert layers == [1, 2, 3] and dtypes == {torch.bfloat16}
         assert (config["r"], config["lora_alpha"]) == (8, 32.0)
         assert same
+        if kind == "share_expert_adapters":  # False
+            assert len(experts) == 16 * 3 * 2 and experts["3.gate_proj.lora_A.weight"] == (8, 64)
+        else:  # the names by which vLLM loads shared factors
+            gate = {"lora_A.weight": (1, 8, 64), "lora_B.weight": (16, 32, 8)}
+            down = {"lora_A.weight": (16, 8, 32), "lora_B.weight": (1, 64, 8)}
+            want = {"w1": gate, "w3": gate, "w2": down}
+            assert experts == {f"{n}.{side}": shape for n, of in want.items() for side, shape in of.items()}
