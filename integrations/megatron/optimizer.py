@@ -1,7 +1,10 @@
 """Checkpoints of the distributed optimizer for parameters of two types, such as a bf16 model with an fp32 router."""
 
+from typing import Any
+
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 
 def repair_group_map(optimizer: DistributedOptimizer) -> int:
@@ -21,13 +24,18 @@ def repair_group_map(optimizer: DistributedOptimizer) -> int:
 
 
 def install() -> None:
-    """Mend every distributed optimizer: `repair_group_map` as it is built, and loading. Idempotent.
+    """Mend every distributed optimizer: `repair_group_map` as it is built, saving and loading. Idempotent.
 
     The optimizer's own shard of an fp32 parameter is a view of that parameter, not a copy: loading a checkpoint writes
-    into it, which autograd refuses outside ``no_grad``. And PyTorch's Adam, used without Transformer Engine and Apex,
-    comes back with one step counter for all parameters, which each of them then advances.
+    into it, which autograd refuses outside ``no_grad``. PyTorch's Adam, used without Transformer Engine and Apex, comes
+    back with one step counter for all parameters, which each of them then advances, and its counter is missed among
+    the tensors of the format ``fully_reshardable``. Where a rank trains no parameter of one kind, as with adapters on
+    the experts alone under expert parallelism, its optimizer of that kind is an empty one, of which megatron-core asks
+    steps and state all the same.
     """
     build, load = DistributedOptimizer.__init__, DistributedOptimizer.load_state_dict
+    save, fill = DistributedOptimizer.sharded_state_dict, DistributedOptimizer._set_main_param_and_optimizer_states
+    align = ChainedOptimizer._synchronize_steps
     if getattr(build, "__beam_moe__", False):
         return
 
@@ -37,6 +45,8 @@ def install() -> None:
             repair_group_map(self)
 
     def load_state_dict(self, state_dict):
+        if self.is_stub_optimizer:
+            return
         steps = {group["step"] for group in state_dict["optimizer"]["param_groups"] if "step" in group}
         with torch.no_grad():
             load(self, state_dict)
@@ -44,6 +54,27 @@ def install() -> None:
             if isinstance(state.get("step"), torch.Tensor) and len(steps) == 1:
                 state["step"] = torch.full_like(state["step"], float(*steps))
 
-    for ours, theirs in ((__init__, build), (load_state_dict, load)):
+    def sharded_state_dict(self, *args, **kwargs):
+        return {"is_stub": True} if self.is_stub_optimizer else save(self, *args, **kwargs)
+
+    def _set_main_param_and_optimizer_states(self, model_param, tensors):
+        fill(self, model_param, {"step": None, **tensors})
+
+    def _synchronize_steps(self):
+        every = self.chained_optimizers
+        self.chained_optimizers = [o for o in every if not getattr(o, "is_stub_optimizer", False)]
+        try:
+            return align(self)
+        finally:
+            self.chained_optimizers = every
+
+    patches: list[tuple[type, Any, Any]] = [
+        (DistributedOptimizer, __init__, build),
+        (DistributedOptimizer, load_state_dict, load),
+        (DistributedOptimizer, sharded_state_dict, save),
+        (DistributedOptimizer, _set_main_param_and_optimizer_states, fill),
+        (ChainedOptimizer, _synchronize_steps, align),
+    ]
+    for owner, ours, theirs in patches:
         ours.__beam_moe__, ours.__wrapped__ = True, theirs
-    DistributedOptimizer.__init__, DistributedOptimizer.load_state_dict = __init__, load_state_dict
+        setattr(owner, ours.__name__, ours)

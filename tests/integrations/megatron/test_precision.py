@@ -22,11 +22,13 @@ def _optimizer(chunks):
 
 
 def _step(m, chunks, optimizer, ids):
+    from megatron.core.distributed import finalize_model_grads
+
     for c in chunks:
         c.zero_grad_buffer()
     optimizer.zero_grad()
     m.run(chunks, ids, backward=True)
-    chunks[0].finish_grad_sync()
+    finalize_model_grads(chunks)
     ok, norm, _ = optimizer.step()
     assert ok
     return float(norm)
@@ -122,6 +124,59 @@ def test_router_stays_fp32_from_checkpoint_to_checkpoint(ranks, layout, world):
         assert r["same"] and r["count"] > 10, "the checkpoint gave back other states"
         a, b = r["next"]
         assert all(torch.equal(a[k], b[k]) for k in a) and r["norms"][0] == r["norms"][1]
+
+
+def adapters_resumed(folder, kind, sharding, tp=1, ep=1, experts_only=False):
+    """Two steps on adapters, a checkpoint into a copy with other values and states, one step of both."""
+    import megatron_ranks as m
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from test_lora import EXPERTS, _lora
+
+    path = m.checkpoint(m.reference(), folder / "hf")
+    changes = {"lora_dtype": torch.float32, "target_modules": EXPERTS} if experts_only else {}
+    metadata = {"distrib_optim_sharding_type": sharding}
+
+    def make():
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        _, _, chunks = m.load(path, tp=tp, ep=ep, dtype=torch.bfloat16, hooks=[_lora(kind, **changes)], ddp=ddp)
+        return chunks, _optimizer(chunks)
+
+    def state(chunks, optimizer, loading=False):
+        model = m.inner(chunks[0]).sharded_state_dict(metadata=metadata)
+        model = {n: t for n, t in model.items() if ".adapter." in n}
+        return {"model": model, "optimizer": optimizer.sharded_state_dict(model, loading, metadata=metadata)}
+
+    ids = m.tokens(4) if tp > 1 else m.tokens(4).chunk(dist.get_world_size())[dist.get_rank()]
+    chunks, optimizer = make()
+    for _ in range(2):
+        _step(m, chunks, optimizer, ids)
+    where = folder / "distributed"
+    where.mkdir(exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(state(chunks, optimizer), str(where))
+    copies, other = make()
+    _step(m, copies, other, ids.flip(1))
+    loaded = dist_checkpointing.load(state(copies, other, True), str(where))
+    m.inner(copies[0]).load_state_dict(loaded["model"], strict=False)
+    other.load_state_dict(loaded["optimizer"])
+    norms = [_step(m, c, o, ids) for c, o in ((chunks, optimizer), (copies, other))]
+    ours, theirs = ({n: p for n, p in c[0].named_parameters() if p.requires_grad} for c in (chunks, copies))
+    return norms, [n for n in ours if not torch.equal(ours[n], theirs[n])], {p.dtype for p in ours.values()}
+
+
+@pytest.mark.parametrize("sharding", ["dp_reshardable", "fully_reshardable"])
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        pytest.param({"kind": "per_expert", "ep": 2, "experts_only": True}, torch.float32, id="fp32-experts-only-ep2"),
+        pytest.param({"kind": "shared_outer", "tp": 2, "ep": 2}, torch.bfloat16, id="shared-outer-tp2-ep2"),
+    ],
+)
+def test_adapters_go_on_from_a_checkpoint(ranks, case, dtype, sharding):
+    for (on, again), different, dtypes in ranks("adapters_resumed", 2, sharding=sharding, **case):
+        assert on == again and not different and dtypes == {dtype}
 
 
 def slots(folder):
