@@ -101,6 +101,18 @@ def install() -> None:
     RouterReplay.get_replay_topk = _get_replay_topk
 
 
+def _check_rows(layer: int, rows: torch.Tensor) -> None:
+    low_to_high = rows.to(torch.int64).sort(-1)[0]
+    twice = (low_to_high.diff() == 0) | (low_to_high[:, :-1] < 0)  # -1 beside an expert too
+    bad = (twice.any(-1) & (low_to_high[:, -1] >= 0)).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"replay: a row of routes must be different experts, or -1 throughout (padding, a token without a route), "
+            f"got {rows[row].tolist()} in row {row} of layer {layer}"
+        )
+
+
 def set_routes(chunk, routes: torch.Tensor) -> None:
     """Make the next forward pass of ``chunk`` use ``routes``; a later recomputation of it will too.
 
@@ -108,10 +120,12 @@ def set_routes(chunk, routes: torch.Tensor) -> None:
         chunk: this rank's model chunk, wrapped or not.
         routes: integer ``(B, S, layers, top_k)`` of the whole batch, or rows ``(T, layers, top_k)`` in Megatron's order
             (packed sequences), for all layers of the model or for its MoE layers. Every rank gets the same: a stage
-            takes its layers, a sequence-parallel rank its rows. A row of -1: route that token live.
+            takes its layers, a sequence-parallel rank its rows. A row of -1: route that token live; so are tokens of
+            padding given, since megatron-core fails on a row that names an expert twice.
 
     Raises:
-        ValueError: a shape that does not fit the model; with ``BEAM_MOE_CHECK=1`` also an id that is no expert.
+        ValueError: a shape that does not fit the model; with ``BEAM_MOE_CHECK=1`` also an id that is no expert, or a
+            row that is neither ``top_k`` different ones nor -1 throughout.
     """
     config = unwrap_model(chunk).config
     rows = megatron_rows(routes) if routes.dim() == 4 else routes
@@ -132,6 +146,8 @@ def set_routes(chunk, routes: torch.Tensor) -> None:
             raise ValueError(f"replay: routes must be in -1..{config.num_moe_experts - 1}, got {low}..{high}")
     for layer, router in stage_routers(chunk):
         column = layer_column(layer, rows.shape[1], config)
+        if env.flag("CHECK"):
+            _check_rows(layer, rows[:, column])
         replay = router.router_replay
         replay.beam_moe_unknown_rows = unknown
         replay.set_target_indices(rows[:, column].to(torch.int64))

@@ -1,5 +1,6 @@
 """Router replay: the engine's routes at PP 1 and 2, forward, recomputed and backward, for dense-first models."""
 
+import os
 import types
 
 import pytest
@@ -174,19 +175,31 @@ def guards(folder):
         with pytest.raises(ValueError) as e:
             replay.set_routes(chunks[0], routes)
         messages.append(str(e.value))
-    replay.set_routes(chunks[0], torch.zeros(2, 12, 4, 4, dtype=torch.int64))
+    few = torch.arange(4).expand(2, 12, 4, 4).clone()
+    replay.set_routes(chunks[0], few)
     with pytest.raises(ValueError) as e:
         m.run(chunks, m.tokens())
     messages.append(str(e.value))
+    os.environ["BEAM_MOE_CHECK"] = "1"
+    few[:, :, 0], few[0, 3] = 0, -1  # what a dense layer's column holds is not looked at
+    replay.set_routes(chunks[0], few)
+    for row in ([0, 0, 0, 0], [5, 2, 5, 1], [-1, 3, 2, 1], [1, 2, 3, 16]):
+        routes = few.clone()
+        routes[1, 7, 2] = torch.tensor(row)
+        with pytest.raises(ValueError) as e:
+            replay.set_routes(chunks[0], routes)
+        assert str(row) in str(e.value) and "row 15 of layer 2" in str(e.value) or row[3] == 16
+        messages.append(str(e.value))
     return messages
 
 
 def test_misfits_are_refused(ranks):
-    ((unbuilt, layers, top_k, rows),) = ranks("guards")
+    ((unbuilt, layers, top_k, rows, *doubled, strange),) = ranks("guards")
     assert "moe_enable_routing_replay" in unbuilt
     assert "layers" in layers and "5" in layers
     assert "(2, 24, 4, 3)" in top_k
     assert "48 rows" in rows
+    assert all("different experts" in message for message in doubled) and "-1..16" in strange
 
 
 def with_and_without(folder, pp=1, recompute=False):
