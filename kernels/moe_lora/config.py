@@ -127,17 +127,17 @@ class MoEConfig:
             dense,
             block_m=min(dense.block_m, 64),
             rows="plan",
-            up_block_n=64,
+            up_block_n=128 if big else 64,
             up_block_k=min(128 if big else 256, max(32, triton.next_power_of_2(hidden))),
             up_warps=4,
             up_stages=3,
             splits=dense.splits if hidden // dense.splits >= 1024 else 1,
             down_block_n=min(64, max(16, triton.next_power_of_2(hidden))),
-            down_block_k=128 if inter % 128 == 0 else 64 if inter > 32 else 32,
+            down_block_k=32 if inter <= 32 else 64 if big or inter % 128 else 128,
             down_warps=4,
-            down_stages=3 if inter <= 1024 else 4,
-            down_tiles=4,
-            down_whole=inter <= 1024,
+            down_stages=3 if inter <= 1024 and not big else 4,
+            down_tiles=8 if big else 4,
+            down_whole=inter <= 1024 and not big,
         )
 
     def candidates(self, base: str = "dense") -> Iterator[MoEConfig]:
@@ -157,6 +157,8 @@ class MoEConfig:
         """
         whole = other.down_whole if base == "mxfp8" else self.down_whole
         out = replace(self, splits=other.splits, act_block_i=other.act_block_i, down_whole=whole)
+        if whole and not self.down_whole:
+            out = replace(out, down_stages=2)  # steps of whole rows are larger ones
         if other.splits > 1 and self.up_block_k != other.up_block_k:
             stages = max(2, self.up_stages * self.up_block_k // other.up_block_k)  # of as much shared memory
             out = replace(out, up_block_k=other.up_block_k, up_stages=min(stages, self.up_stages))

@@ -44,7 +44,8 @@ from beam_moe.kernels.mxfp8.gemm import scales_ahead
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_EXPERTS, MAX_RANK = 1024, 512
-MAX_BLOCK_R = 64  # ranks of one step
+MAX_BLOCK_R = 32  # ranks of one step, MAX_BLOCK_R_OF_8 where `_ranks_of_a_step` says so
+MAX_BLOCK_R_OF_8 = 64
 
 
 def _require(ok: bool, argument: str, wanted: str, got: object) -> None:
@@ -173,6 +174,14 @@ def _offset(base: torch.Tensor, other: torch.Tensor) -> int:
     return (other.data_ptr() - base.data_ptr()) // base.element_size()
 
 
+def _ranks_of_a_step(lora: ExpertLoRA, cfg: MoEConfig, dense: bool) -> int:
+    """64 save a rank of 64 its second step, but with blocks of 16 rows and more they read out of bounds on an H200
+    (Triton 3.6.0, Beam at 256 tokens; the cause was not found): only blocks of 8 and single pairs take them."""
+    small = cfg.block_m < 16 or (cfg.rows == "direct" and cfg.down_tiles == 1)
+    most = MAX_BLOCK_R_OF_8 if dense and small and not lora.shared_b else MAX_BLOCK_R
+    return min(most, max(16, triton.next_power_of_2(lora.rank)))
+
+
 def _run(
     x: torch.Tensor,
     w13: torch.Tensor | MXFP8Tensor,
@@ -235,7 +244,8 @@ def _run(
     else:
         rank, na, slots = lora.rank, 1 if lora.one_a else 2, lora.slots
         shared_a, shared_b = lora.shared_a, lora.shared_b
-        tiles, block_r = triton.cdiv(inter, cfg.act_block_i), min(MAX_BLOCK_R, max(16, triton.next_power_of_2(rank)))
+        tiles = triton.cdiv(inter, cfg.act_block_i)
+        block_r = _ranks_of_a_step(lora, cfg, dense=isinstance(w13, torch.Tensor))
         more = slots > 1 or rank > block_r
         (gate_a, up_a), (gate_b, up_b) = lora.gate_up_a, lora.gate_up_b
         w2_a, w2_b = lora.w2_a, lora.w2_b

@@ -204,7 +204,8 @@ def moe_lora():
 
 
 def mxfp8_layer(
-    tokens, experts, top_k, hidden, inter, prepared=True, slots=0, rank=32, shared=False, dtype=torch.bfloat16
+    tokens, experts, top_k, hidden, inter, prepared=True, slots=0, rank=32, shared=False, dtype=torch.bfloat16,
+    config=None,
 ):  # fmt: skip
     """One call of the fused layer on MXFP8 weights."""
     from beam_moe.kernels.moe_lora import ExpertLoRA, fused_moe
@@ -233,12 +234,18 @@ def mxfp8_layer(
         empty(tokens, top_k, dtype=torch.int32),
         lora=lora,
         lora_ids=None if lora is None else empty(tokens, dtype=torch.int32),
+        config=config,
     )
 
 
 def moe_lora_mxfp8():
     """The fused layer on MXFP8 weights: both forms, with and without adapters, at decode and beyond a block."""
+    from beam_moe.kernels.moe_lora import MoEConfig
+
     layer = mxfp8_layer
+    pinned, rule = MoEConfig.mxfp8_heuristic(16, 8, 64, 2048, 1024), MoEConfig.mxfp8_heuristic(8192, 8, 64, 2048, 1024)
+    for config in (rule, rule.summing_as(pinned, base="mxfp8")):
+        layer(8192, 64, 8, 2048, 1024, slots=1, config=config)
     layer(16, 256, 8, 5120, 320, slots=1)
     layer(16, 256, 8, 5120, 320, slots=4, shared=True)
     layer(16, 256, 8, 5120, 320, slots=1, rank=64)

@@ -1236,6 +1236,18 @@ def test_strides_past_two_to_the_31(device, rows, shared):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("rank", [33, 64, 100])
+def test_ranks_above_a_step_by_every_launch_of_the_table(device, rank, slots):
+    """Beam's share of TP 8 with fewer experts: steps of 64 ranks are for some of its launches only."""
+    args = layer(device, 256, 8, 32, 5120, 320, torch.bfloat16, rank=rank, slots=slots)
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024):
+        chosen = torch.arange(tokens) % 256
+        part = {k: v[chosen] if k in ("x", "topk_weights", "topk_ids", "lora_ids") else v for k, v in args.items()}
+        check(part, MoEConfig.pick(device, tokens, 8, 256, 5120, 320))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_bits_of_a_row_do_not_depend_on_the_rows_of_its_tile(device, dtype):
     """Elements of many magnitudes, so that terms cancel and lose bits: another order or width of sums would show.
