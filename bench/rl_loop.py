@@ -362,8 +362,6 @@ class Trainer:
         from beam_moe.integrations.megatron.replay import forward, replaying
 
         micro = min(self.args.micro_batch, len(batch["tokens"]))
-        if len(batch["tokens"]) % micro:
-            raise ValueError(f"rl_loop: --micro-batch must divide {len(batch['tokens'])} rows, got {micro}")
         parts = range(0, len(batch["tokens"]), micro)
         found, starts = [], iter(parts)
 
@@ -493,6 +491,13 @@ def launch(world: int) -> None:
 def train(args: argparse.Namespace) -> None:
     if args.wire == "mxfp8" and args.mode != "mxfp8":
         raise SystemExit("--wire mxfp8 goes with --mode mxfp8")
+    rows, micro = args.prompts * args.group, args.micro_batch
+    parts = rows, rows // args.train_ep  # scored whole, updated in a share for each expert parallel rank
+    if rows % args.train_ep or min(*parts, micro) < 1 or any(n % min(micro, n) for n in parts):
+        raise SystemExit(
+            f"--train-ep must divide --prompts times --group, {rows} rows, and --micro-batch them and their share, got "
+            f"--train-ep {args.train_ep} --micro-batch {micro}"
+        )
     if args.train_pp * args.train_ep > 1 and "RANK" not in os.environ:
         return launch(args.train_pp * args.train_ep)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -63,3 +63,12 @@ def test_a_broken_engine_ends_the_loop(loop, engine, said):
     done, rows = loop("--mode", "bf16", "--steps", "3", engine=engine)
     assert done.returncode != 0 and said in done.stderr
     assert [r["step"] for r in rows] == [0]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--micro-batch", "3"], ["--train-ep", "3"], ["--prompts", "3", "--train-ep", "2"]]
+)
+def test_rows_that_cannot_be_shared_out_are_refused_before_anything_starts(loop, tmp_path, arguments):
+    done, rows = loop("--mode", "bf16", *arguments)
+    assert done.returncode != 0 and "--micro-batch" in done.stderr and not rows
+    assert not (tmp_path / "work").exists()
