@@ -257,6 +257,77 @@ def test_micro_batches_without_routes_between_others(ranks, pp, recompute):
             assert_close(f"router of layer {layer}", want[layer], g, 1e-4)
 
 
+def lengths(folder, recompute, pp=1, lora=False):
+    """Logits and gradients of micro-batches of several lengths, stored and recomputed, through the same routes."""
+    import megatron_ranks as m
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from test_lora import _lora
+
+    from beam_moe.integrations.megatron import replay
+
+    ref = m.reference()
+    path = m.checkpoint(ref, folder / "hf")
+    batches = [m.tokens(length=n) for n in (24, 16, 24, 8)]
+    results = []
+    for fields in ({}, recompute):
+        torch.manual_seed(0)  # of A
+        hooks = [_lora("per_expert")] if lora else []
+        fields = {"moe_enable_routing_replay": True, "variable_seq_lengths": True, **fields}
+        _, _, chunks = m.load(path, pp=pp, hooks=hooks, **fields)
+        left, got = iter(batches), []
+
+        def step(_, model, left=left, got=got):
+            ids = next(left)
+            position = torch.arange(ids.shape[1])[None].expand_as(ids)
+
+            def loss(y):
+                got.append(y.detach())
+                return y.float().logsumexp(-1).mean(), {}
+
+            return replay.forward(model, _routes(ref, ids), ids, position, None), loss
+
+        with replay.replaying(chunks):
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=None,
+                model=chunks,
+                num_microbatches=len(batches),
+                seq_length=24,
+                micro_batch_size=2,
+                forward_only=False,
+            )
+        results.append((got, {n: p.grad for n, p in chunks[0].named_parameters() if p.requires_grad}))
+    (stored, want), (again, grads) = results
+    live = [_reference(ref, ids, _routes(ref, ids))[0] for ids in batches] if stored and not lora else []
+    return list(zip(stored, again)), list(zip(live, stored)), want, grads
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}, "pp": 2},
+        {"recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}},
+        {
+            "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            "pp": 2,
+            "lora": True,
+        },
+    ],
+    ids=["selective-pp2", "some-layers", "adapters-pp2"],
+)
+def test_micro_batches_of_several_lengths_recomputed(ranks, case):
+    for same, live, want, grads in ranks("lengths", case.get("pp", 1), **case):
+        for stored, again in same:
+            torch.testing.assert_close(again, stored, rtol=0, atol=0)
+        for reference, stored in live:
+            assert_close("logits", reference, stored, 1e-5)
+        assert grads.keys() == want.keys() and any(g is not None and g.any() for g in want.values())
+        for name, g in want.items():
+            assert (g is None) == (grads[name] is None), name
+            if g is not None and g.any():
+                assert_close(name, g, grads[name], 1e-5)
+
+
 def hybrid_numbers(folder):
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.moe.router import TopKRouter

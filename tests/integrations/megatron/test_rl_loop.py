@@ -47,7 +47,10 @@ def test_steps_and_their_rows(loop, arguments):
     assert {"rollout", "score", "update", "sync"} <= set(rows[0]["seconds"])
 
 
-@pytest.mark.parametrize("arguments", [["--mode", "bf16"], ["--mode", "mxfp8", "--wire", "mxfp8"]], ids="/".join)
+ENDS = [["--mode", "bf16"], ["--mode", "mxfp8", "--wire", "mxfp8"], ["--mode", "lora", "--shared-outer"]]
+
+
+@pytest.mark.parametrize("arguments", ENDS, ids="/".join)
 def test_ends_in_time(loop, arguments):
     """With no time left the first step is the last, and a whole one; experts may be quantised before they are sent."""
     done, rows = loop(*arguments, "--steps", "50", "--new", "2", "--minutes", "0")
