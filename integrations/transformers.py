@@ -68,6 +68,8 @@ def _reason(experts: Any, x: torch.Tensor, top_k_weights: torch.Tensor) -> str |
         return "weights are no stacks gate_up_proj and down_proj"
     if not all(type(w) in (torch.Tensor, torch.nn.Parameter) for w in (w13, w2)):
         return f"weights are {type(w13).__name__}"
+    if w13.stride(-1) != 1 or w2.stride(-1) != 1:
+        return "weights are transposed views, whose rows do not lie together"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, w13, w2, top_k_weights)):
         return "a gradient is wanted, and the layer has no backward pass"
     if x.dtype not in (torch.bfloat16, torch.float16) or not x.dtype == w13.dtype == w2.dtype:

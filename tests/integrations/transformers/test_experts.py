@@ -106,7 +106,12 @@ def clamped(gate_up):
     return torch.nn.functional.silu(gate.clamp(max=100.0)) * up
 
 
+def turned(layer, args):
+    layer.down_proj.data = layer.down_proj.data.mT.contiguous().mT
+
+
 REASONS = {
+    "view": (turned, "transposed views"),
     "bias": (lambda layer, args: setattr(layer, "has_bias", True), "they have biases"),
     "interleaved": (lambda layer, args: setattr(layer, "is_concatenated", False), "interleaved"),
     "transposed": (lambda layer, args: setattr(layer, "is_transposed", True), "stored transposed"),
