@@ -258,7 +258,8 @@ def load_checkpoint(
         ``(name, tensor)`` in the order of the files, an `MXFP8Tensor` for each quantised parameter.
 
     Raises:
-        ValueError: the checkpoint is quantised otherwise, holds E4M3 tensors without MXFP8 scales, or has no tensors.
+        ValueError: the checkpoint is quantised otherwise, holds E4M3 tensors without MXFP8 scales, has no tensors, or
+            fewer than its index names.
     """
     folder = Path(folder)
     config_path, separate = folder / "config.json", folder / "hf_quant_config.json"
@@ -267,12 +268,15 @@ def load_checkpoint(
         config = {"quantization_config": {"quant_method": "modelopt", **json.loads(separate.read_text())}}
     layout = checkpoint_layout(config)
     files = sorted(folder.glob("*.safetensors"))
+    weight_map: dict[str, str] = {}
     if (folder / INDEX).is_file():
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         files = [folder / name for name in dict.fromkeys(weight_map.values())]
     _require(bool(files), f"load_checkpoint: no safetensors files in {folder}")
     handles = [safe_open(path, framework="pt", device=str(device)) for path in files]
     where = {name: handle for handle in handles for name in handle.keys()}
+    absent = sorted(weight_map.keys() - where.keys())
+    _require(not absent, f"load_checkpoint: {folder / INDEX} names tensors that no file has: {', '.join(absent[:4])}")
     for name, handle in where.items():
         if _owner(name, where) is not None or (select is not None and not select(name)):
             continue

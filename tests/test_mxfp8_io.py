@@ -161,6 +161,14 @@ def test_refuses_an_unnamed_quantisation(tmp_path):
         list(load_checkpoint(tmp_path))
 
 
+def test_a_file_with_fewer_tensors_than_the_index_says_is_refused(tmp_path):
+    save_checkpoint({"a.weight": torch.zeros(2, 4), "b.weight": torch.zeros(2, 4)}, tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    save_file({"a.weight": torch.zeros(2, 4)}, file)
+    with pytest.raises(ValueError, match="no file has: b.weight"):
+        list(load_checkpoint(tmp_path))
+
+
 @pytest.mark.vllm
 def test_vllm_reads_both_sections():
     pytest.importorskip("vllm")
