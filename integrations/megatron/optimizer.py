@@ -30,8 +30,8 @@ def install() -> None:
     into it, which autograd refuses outside ``no_grad``. PyTorch's Adam, used without Transformer Engine and Apex, comes
     back with one step counter for all parameters, which each of them then advances, and its counter is missed among
     the tensors of the format ``fully_reshardable``. Where a rank trains no parameter of one kind, as with adapters on
-    the experts alone under expert parallelism, its optimizer of that kind is an empty one, of which megatron-core asks
-    steps and state all the same.
+    the experts alone under expert parallelism or in a pipeline stage of dense layers, its optimizer of that kind is an
+    empty one, of which megatron-core asks steps and state all the same.
     """
     build, load = DistributedOptimizer.__init__, DistributedOptimizer.load_state_dict
     save, fill = DistributedOptimizer.sharded_state_dict, DistributedOptimizer._set_main_param_and_optimizer_states
@@ -39,14 +39,22 @@ def install() -> None:
     if getattr(build, "__beam_moe__", False):
         return
 
+    def empty(optimizer) -> bool:
+        return optimizer.is_stub_optimizer or not getattr(optimizer, "buffers", True)
+
     def __init__(self, *args, **kwargs):
         build(self, *args, **kwargs)
         if not self.is_stub_optimizer:
             repair_group_map(self)
 
     def load_state_dict(self, state_dict):
-        if self.is_stub_optimizer:
+        if empty(self):
             return
+        if "optimizer" not in state_dict:
+            raise ValueError(
+                "DistributedOptimizer: its state must be in the checkpoint, got none: fully_reshardable keeps that of "
+                "the first pipeline stage, which trained nothing; save by dp_reshardable"
+            )
         steps = {group["step"] for group in state_dict["optimizer"]["param_groups"] if "step" in group}
         with torch.no_grad():
             load(self, state_dict)
@@ -55,7 +63,10 @@ def install() -> None:
                 state["step"] = torch.full_like(state["step"], float(*steps))
 
     def sharded_state_dict(self, *args, **kwargs):
-        return {"is_stub": True} if self.is_stub_optimizer else save(self, *args, **kwargs)
+        if not empty(self):
+            return save(self, *args, **kwargs)
+        chosen = (kwargs.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
+        return {"param_state_sharding_type": chosen}  # which all ranks read as rank 0 wrote it
 
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
         fill(self, model_param, {"step": None, **tensors})

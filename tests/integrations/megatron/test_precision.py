@@ -126,7 +126,7 @@ def test_router_stays_fp32_from_checkpoint_to_checkpoint(ranks, layout, world):
         assert all(torch.equal(a[k], b[k]) for k in a) and r["norms"][0] == r["norms"][1]
 
 
-def adapters_resumed(folder, kind, sharding, tp=1, ep=1, experts_only=False):
+def adapters_resumed(folder, kind, sharding, tp=1, pp=1, ep=1, experts_only=False, layers=None):
     """Two steps on adapters, a checkpoint into a copy with other values and states, one step of both."""
     import megatron_ranks as m
     import torch.distributed as dist
@@ -134,13 +134,14 @@ def adapters_resumed(folder, kind, sharding, tp=1, ep=1, experts_only=False):
     from megatron.core.distributed import DistributedDataParallelConfig
     from test_lora import EXPERTS, _lora
 
-    path = m.checkpoint(m.reference(), folder / "hf")
+    path = m.checkpoint(m.reference(**layers or {}), folder / "hf")
     changes = {"lora_dtype": torch.float32, "target_modules": EXPERTS} if experts_only else {}
     metadata = {"distrib_optim_sharding_type": sharding}
 
     def make():
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        _, _, chunks = m.load(path, tp=tp, ep=ep, dtype=torch.bfloat16, hooks=[_lora(kind, **changes)], ddp=ddp)
+        hooks = [_lora(kind, **changes)]
+        _, _, chunks = m.load(path, tp=tp, pp=pp, ep=ep, dtype=torch.bfloat16, hooks=hooks, ddp=ddp)
         return chunks, _optimizer(chunks)
 
     def state(chunks, optimizer, loading=False):
@@ -148,7 +149,7 @@ def adapters_resumed(folder, kind, sharding, tp=1, ep=1, experts_only=False):
         model = {n: t for n, t in model.items() if ".adapter." in n}
         return {"model": model, "optimizer": optimizer.sharded_state_dict(model, loading, metadata=metadata)}
 
-    ids = m.tokens(4) if tp > 1 else m.tokens(4).chunk(dist.get_world_size())[dist.get_rank()]
+    ids = m.tokens(4) if tp * pp > 1 else m.tokens(4).chunk(dist.get_world_size())[dist.get_rank()]
     chunks, optimizer = make()
     for _ in range(2):
         _step(m, chunks, optimizer, ids)
@@ -177,6 +178,13 @@ def adapters_resumed(folder, kind, sharding, tp=1, ep=1, experts_only=False):
 def test_adapters_go_on_from_a_checkpoint(ranks, case, dtype, sharding):
     for (on, again), different, dtypes in ranks("adapters_resumed", 2, sharding=sharding, **case):
         assert on == again and not different and dtypes == {dtype}
+
+
+def test_a_stage_without_adapters_goes_on_from_a_checkpoint(ranks):
+    case = {"kind": "per_expert", "experts_only": True, "layers": {"mlp_layer_types": ["dense"] * 3 + ["sparse"]}}
+    results = ranks("adapters_resumed", 2, pp=2, sharding="dp_reshardable", **case)
+    assert [dtypes for *_, dtypes in results] == [set(), {torch.float32}]
+    assert all(on == again and not different for (on, again), different, _ in results)
 
 
 def slots(folder):
