@@ -132,6 +132,13 @@ def test_read_kernel_touches_every_word_once(harness):
     assert int(sink.sum()) == int(words.sum())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures there")
+@pytest.mark.parametrize("name", sorted(p.stem for p in BENCH.glob("*.py") if "def run_interpreter" in p.read_text()))
+def test_small_cases_are_right_without_a_gpu(monkeypatch, name):
+    monkeypatch.syspath_prepend(str(BENCH))
+    assert importlib.import_module(name).run_interpreter() == 0
+
+
 def test_readme_shows_what_the_results_say(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     import readme_table
