@@ -151,7 +151,7 @@ def _add_lora_kernel(
             share = -1
             block = tl.program_id(0) - first_program
         blocks = (WIDTHS[s] + BLOCK_N - 1) // BLOCK_N
-        shrinks = (share >= 0) & (share < SHARES)
+        shrinks = (share >= 0) & (share < SHARES) & (blocks > 0)  # nobody would take back the counts of an empty slice
         if shrinks | ((block >= 0) & (block < blocks)):
             # of all slots first: this does not wait for the ids, and is mostly all that is read
             ranks = tl.load(ranks_ptr + slots * SLICES + s, mask=slots < SLOTS, other=0)
@@ -255,10 +255,12 @@ def share_of(hidden: int) -> int:
     return max(_SHARE_K, triton.cdiv(triton.cdiv(hidden, _MOST_SHARES), _BLOCK_K) * _BLOCK_K)
 
 
-def launch_form(tokens: int, widths: Sequence[int]) -> int:
-    """What a call of this size compiles, beyond the layer's shapes: the columns of a program."""
-    narrow = sum(triton.cdiv(w, 64) for w in widths) * triton.cdiv(tokens, _BLOCK_M)
-    return 64 if narrow <= 132 else 128
+def launch_form(tokens: int, widths: Sequence[int]) -> tuple[int, bool]:
+    """What a call of this size compiles, beyond the layer's shapes: the columns of a program, and whether its row
+    blocks have a place to count arrivals."""
+    row_blocks = triton.cdiv(tokens, _BLOCK_M)
+    narrow = sum(triton.cdiv(w, 64) for w in widths) * row_blocks
+    return 64 if narrow <= 132 else 128, row_blocks * len(widths) * 2 <= ARRIVAL_COUNTERS
 
 
 def add_lora(
@@ -291,11 +293,11 @@ def add_lora(
     if tokens == 0 or slots == 0:
         return
     widths = tuple(t.shape[1] for t in b)
-    block_n, row_blocks = launch_form(tokens, widths), triton.cdiv(tokens, _BLOCK_M)
+    (block_n, counted), row_blocks = launch_form(tokens, widths), triton.cdiv(tokens, _BLOCK_M)
     block_r, share = max(16, triton.next_power_of_2(rank)), share_of(hidden)
     shares = triton.cdiv(hidden, share)
     part, counts = x, None
-    if shares > 1 and row_blocks * len(a) * 2 <= ARRIVAL_COUNTERS and env.flag("JOIN"):
+    if shares > 1 and counted and env.flag("JOIN"):
         counts = _arrivals.get(x.device)
     if counts is not None:
         part = torch.empty(row_blocks, len(a), shares, _BLOCK_M, block_r, dtype=torch.float32, device=x.device)

@@ -1,6 +1,45 @@
-"""Triton's interpreter without work that it repeats: many tests spend most of their time there."""
+"""Triton's interpreter without work that it repeats, where many tests spend most of their time, and out of order."""
 
+import functools
 import inspect
+import random
+
+import pytest
+
+
+class AnyOrder:
+    """A kernel of a grid of two axes whose programs run in an order of chance (``seed`` 1 and on), or the reverse one;
+    one that must wait is tried again later."""
+
+    def __init__(self, kernel, seed):
+        self.kernel, self.seed, self.postponed = kernel, seed, 0
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            programs = [(i, j, 0) for j in range(grid[1]) for i in range(grid[0])][::-1]
+            if self.seed:
+                random.Random(self.seed).shuffle(programs)
+            while programs:
+                waiting = [p for p in programs if not self.ends(p, args, kwargs)]
+                assert len(waiting) < len(programs), "every program waits for another"
+                self.postponed += len(waiting)
+                programs = waiting
+
+        return launch
+
+    def ends(self, program, args, kwargs):
+        from triton.runtime.interpreter import InterpreterError, interpreter_builder
+
+        with pytest.MonkeyPatch.context() as patch:
+            place = functools.partial(setattr, interpreter_builder, "grid_idx", program)
+            patch.setattr(interpreter_builder, "set_grid_idx", lambda *_: place())
+            try:
+                self.kernel[(1,)](*args, **kwargs)
+            except InterpreterError as error:
+                if "a program waits" not in repr(error):
+                    raise
+                return False
+        return True
 
 
 def patch_language_once() -> None:

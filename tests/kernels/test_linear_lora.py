@@ -1,11 +1,15 @@
 """Adapters of a dense layer added in place: values, untouched rows, live ranks, slices without factors, refusals."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from beam_moe.kernels import linear_lora as module
 from beam_moe.kernels.linear_lora import add_lora, add_lora_reference
-from beam_moe.testing import assert_close
+from beam_moe.testing import assert_close, load_script
+
+CUDA = torch.cuda.is_available()
 
 
 def operands(device, tokens, hidden, widths, slots, rank, dtype=torch.float16, seed=0):
@@ -130,6 +134,61 @@ def test_shares_made_once_have_the_bits_of_shares_made_by_each(device, monkeypat
     for result in results[1:]:
         assert torch.equal(result.view(torch.int16), results[0].view(torch.int16))
     assert_close("out", add_lora_reference(out, x, a, b, ids, ranks)[2::4], results[0][2::4], 2e-3)
+
+
+def test_a_slice_without_columns(device):
+    """Nobody waits for its shares of A x, so none may be counted: the next launch would take them for its own."""
+    out, x, a, b = operands(device, 3, 1536, (16, 0, 8), 1, 4)
+    ids = ints([0, 0, -1], device)
+    for part in (slice(0, 3), slice(0, 3, 2)):
+        ranks, got = ints([[4] * len(a[part])], device), out.clone()
+        add_lora(got, x, a[part], b[part], ids, ranks)
+        assert_close("out", add_lora_reference(out, x, a[part], b[part], ids, ranks), got, 2e-3)
+        assert all(int(counts.abs().max()) == 0 for counts in module._arrivals.sets.values())
+
+
+def test_launch_form_tells_what_compiles(device, monkeypatch):
+    """Of sizes with 64 and with 128 columns a program, and of more rows than have a place to count arrivals."""
+    seen = {}
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: seen.setdefault(form, set()).add(tuple(constants.items()))
+
+    monkeypatch.setattr(module, "_add_lora_kernel", Launch())
+    out, x, a, b = operands(device, 1024, 1030, (64, 1, 2, 4), 1, 2)
+    for tokens in (1, 32, 512, 513, 600, 1024):
+        form = module.launch_form(tokens, (64, 1, 2, 4))
+        add_lora(out[:tokens], x[:tokens], a, b, ints([0] * tokens, device), ints([[2] * 4], device))
+    assert len(seen) == 3 and all(len(constants) == 1 for constants in seen.values())
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU starts programs as it likes")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_programs_may_end_in_any_order_that_their_waits_allow(device, seed, monkeypatch):
+    """Adapters that are live in one row block and not in another; who read what is not yet written would find NaN."""
+    out, x, a, b = operands(device, 40, 1100, (130, 8), 3, 4)
+    ids = ints([0] * 8 + [-1] * 8 + [1] * 16 + [2, 1] * 4, device)
+    ranks = ints([[4, 0], [0, 2], [3, 4]], device)
+    in_order, kernel = out.clone(), module._add_lora_kernel
+    add_lora(in_order, x, a, b, ids, ranks)
+    order = load_script(Path(__file__).parents[1] / "interpreter.py").AnyOrder(kernel, seed)
+    monkeypatch.setattr(module, "_add_lora_kernel", order)
+    for _ in range(2):
+        got = out.clone()
+        add_lora(got, x, a, b, ids, ranks)
+        assert torch.equal(got, in_order) and order.postponed
+    assert all(int(counts.abs().max()) == 0 for counts in module._arrivals.sets.values())
+
+
+def test_where_no_counts_are_left_each_makes_its_shares(device, monkeypatch):
+    """As in a capture on a stream first met there: the same bits."""
+    out, x, a, b = operands(device, 3, 1100, (20,), 1, 4)
+    ids, ranks, results = ints([0, -1, 0], device), ints([[4]], device), [out.clone(), out.clone()]
+    add_lora(results[0], x, a, b, ids, ranks)
+    monkeypatch.setattr(module._arrivals, "get", lambda device: None)
+    add_lora(results[1], x, a, b, ids, ranks)
+    assert torch.equal(*results) and not torch.equal(results[0], out)
 
 
 def test_a_row_of_many_shares_does_not_depend_on_its_batch(device):

@@ -244,11 +244,15 @@ def test_stale_ids_are_cleared_without_our_experts(harness, tmp_path, monkeypatc
 
 
 def test_warm_up_reaches_every_launch_form(ours, served, monkeypatch):
+    """Also where the engine is told to take as many tokens as the kernel does."""
     adapters = served.adapters
+    monkeypatch.setattr(adapters, "max_tokens", ours.MAX_TOKENS)
     keys = ours.LinearWarmup(adapters).get_warmup_keys()
     banks = list(adapters.banks.values())
     reached = {banks[place].form(tokens) for tokens, place in keys}
-    assert reached == {bank.form(n) for bank in banks for n in range(1, 65)} and len(keys) == len(reached)
+    assert reached == {bank.form(n) for bank in banks for n in range(1, ours.MAX_TOKENS + 1)} and len(keys) == len(
+        reached
+    )
     seen = []
     monkeypatch.setattr(ours, "add_lora", lambda out, x, a, b, ids, ranks: seen.append((len(x), int(ids.max()))))
     for key in keys:
