@@ -303,12 +303,12 @@ def _in_little_shared_memory(ruled: MoEConfig, inter: int, base: str) -> MoEConf
     """A rule's configuration for 227 KiB of shared memory in 99 KiB, as sm_120 and sm_89 have.
 
     Whole rows of h stay there under MXFP8 weights where they are short: by I alone, since `summing_as` gives every
-    size the same form of W2.
+    size the same form of W2, for which blocks are small at the sizes that do not ask for it too.
     """
     if base == "mxfp8":
-        whole = ruled.down_whole and inter <= 320
-        block_m = min(ruled.block_m, 32) if whole else ruled.block_m
-        return replace(ruled, down_stages=2, down_whole=whole, block_m=block_m)
+        short = inter <= 320
+        block_m = min(ruled.block_m, 32) if short else ruled.block_m
+        return replace(ruled, down_stages=2, down_whole=ruled.down_whole and short, block_m=block_m)
     return replace(ruled, down_stages=2) if ruled.down_stages > 3 else ruled
 
 

@@ -259,11 +259,15 @@ def moe_lora_mxfp8():
 
 def moe_lora_rules():
     """Launches that a device without a table gets, the largest of each kind."""
-    from beam_moe.kernels.moe_lora import fused_moe
+    from beam_moe.kernels.moe_lora import MoEConfig, fused_moe
 
     for tokens, inter in ((16, 768), (8192, 768), (8192, 320)):
         mxfp8_layer(tokens, 128, 8, 2048, inter, slots=1)
         mxfp8_layer(tokens, 128, 8, 2048, inter, slots=2, rank=128)
+    few, many = (MoEConfig.pick(CUDA, tokens, 8, 128, 2048, 320, base="mxfp8") for tokens in (16, 8192))
+    pinned = many.summing_as(few, base="mxfp8")
+    for slots in (0, 1):
+        mxfp8_layer(8192, 128, 8, 2048, 320, slots=slots, config=pinned)
     for tokens in (64, 8192):
         mxfp8_layer(tokens, 128, 8, 2048, 320, prepared=False, dtype=torch.float16)
     x, w13, w2 = empty(8192, 2048), empty(128, 1536, 2048), empty(128, 2048, 768)
