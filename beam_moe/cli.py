@@ -83,7 +83,12 @@ def kernels(model: str, tp: int, ep: int, device: str | None) -> list[list[Any]]
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     if not path.is_file():
         raise ValueError(f"doctor: model must be a folder with config.json, or the file, got {model!r}")
-    raw = json.loads(path.read_text())
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"doctor: model's configuration must be JSON, got {str(path)!r} ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"doctor: model's configuration must be a JSON object, got {str(path)!r}")
     try:
         config = BeamMoEConfig.from_hf(raw)
     except ValueError as error:

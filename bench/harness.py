@@ -12,6 +12,7 @@ directory.
     python bench/harness.py FILE...      # merge result files brought from another machine into bench/results
 """
 
+import argparse
 import functools
 import gc
 import importlib.metadata
@@ -400,11 +401,13 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("harness.py: name the result files to merge")
-    for given in map(Path, sys.argv[1:]):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="result files to merge, each in a folder of its device's name"
+    )
+    for given in parser.parse_args().files:
         if not given.is_file():
-            sys.exit(f"harness.py: no such file: {given}")
+            parser.error(f"no such file: {given}")
         target = ROOT / "bench" / "results" / given.resolve().parent.name / given.name
         _merge(target, read_rows(given))
         print(f"{given} -> {target.relative_to(ROOT)}")

@@ -169,7 +169,7 @@ def run_interpreter() -> int:
 
 def main(
     only: str = typer.Option("", help="Comma-separated parts of case names to keep, such as 'beam' or 'qkv/live'."),
-    tokens: str = typer.Option(",".join(map(str, TOKENS)), help="Token counts."),
+    tokens: str = typer.Option(",".join(map(str, TOKENS)), help="Comma-separated token counts."),
     peer: bool = typer.Option(True, help="Time vLLM beside ours, where it is installed."),
     rounds: int = typer.Option(15, help="Graph replays per time."),
     save: bool = typer.Option(True, help="Write results."),

@@ -14,7 +14,7 @@ mxfp8_gemm.png           share of each product: of the read floor at decode, of 
 mxfp8_quantize.png       share of copy bandwidth of each conversion
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import harness
@@ -261,7 +261,11 @@ def plot_shares(rows: list[dict], folder: Path, name: str, title: str) -> None:
 
 
 def main() -> None:
-    folders = [Path(arg) for arg in sys.argv[1:]] or sorted((harness.ROOT / "bench" / "results").glob("*/"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, help="devices' results, all of them by default")
+    folders = parser.parse_args().folders or sorted((harness.ROOT / "bench" / "results").glob("*/"))
+    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+        parser.error(f"no such folder: {', '.join(missing)}")
     for folder in folders:
         if rows := harness.read_rows(folder / "moe_decode.json"):
             if pick(rows):

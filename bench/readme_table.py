@@ -6,8 +6,8 @@
 A table stands between ``<!-- results NAME -->`` and ``<!-- /results -->``; NAME is a key of `TABLES`.
 """
 
+import argparse
 import re
-import sys
 from collections.abc import Callable, Iterable
 
 import harness
@@ -410,9 +410,12 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail where README.md differs")
+    check = parser.parse_args().check
     text = README.read_text()
     new = rewritten(text)
-    if "--check" in sys.argv[1:]:
+    if check:
         if new != text:
             raise SystemExit("README.md differs from the committed results: run python bench/readme_table.py")
     elif new != text:

@@ -307,7 +307,7 @@ def main(
     peer: bool = typer.Option(True, help="Time torch and vLLM beside ours."),
     rounds: int = typer.Option(15, help="Graph replays per time."),
     do_sweep: bool = typer.Option(False, "--sweep", help="Time launch forms instead."),
-    tokens: str = typer.Option("1,2,4,8,16,32,64", help="Token counts of a sweep."),
+    tokens: str = typer.Option("1,2,4,8,16,32,64", help="Comma-separated token counts of a sweep."),
     programs: int = typer.Option(0, help="Sweep with H cut for so many programs instead; saves nothing."),
     jobs: int = typer.Option(-1, help="Processes that compile before a sweep; 0: none, -1: by the machine's cores."),
     save: bool = typer.Option(True, help="Write results, or the tuned table of a sweep."),

@@ -142,7 +142,9 @@ def main(
     model: str = typer.Option("beam-1.0", help="A name in beam_moe.config.MODELS."),
     tp: int = typer.Option(8, help="Tensor parallelism of the experts."),
     base: str = typer.Option("bf16", help="bf16 or mxfp8: the experts' weights."),
-    tokens: str = typer.Option(",".join(map(str, (*TOKENS, *PREFILL))), help="Token counts, one entry each."),
+    tokens: str = typer.Option(
+        ",".join(map(str, (*TOKENS, *PREFILL))), help="Comma-separated token counts, one entry each."
+    ),
     layouts: str = typer.Option(
         "per_expert_r32", help="Layouts of moe_decode.py whose mean time counts; `wide` is tuned by none, say."
     ),

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +138,16 @@ def test_read_kernel_touches_every_word_once(harness):
 def test_small_cases_are_right_without_a_gpu(monkeypatch, name):
     monkeypatch.syspath_prepend(str(BENCH))
     assert importlib.import_module(name).run_interpreter() == 0
+
+
+@pytest.mark.parametrize("name", ["plot", "readme_table"])
+def test_help_draws_and_rewrites_nothing(monkeypatch, name):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main()
+    assert end.value.code == 0
 
 
 def test_readme_shows_what_the_results_say(monkeypatch):

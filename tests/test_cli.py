@@ -208,3 +208,10 @@ def test_doctor_names_what_it_cannot_read(args, named):
     """A usage error that names the value, not a traceback."""
     result = CliRunner().invoke(cli.app, ["doctor", *args], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and named in result.output, result.output
+
+
+@pytest.mark.parametrize("text, wanted", [("{", "must be JSON, got"), ("[]", "must be a JSON object, got")])
+def test_doctor_names_a_configuration_that_is_none(tmp_path, text, wanted):
+    (tmp_path / "config.json").write_text(text)
+    result = CliRunner().invoke(cli.app, ["doctor", "--model", str(tmp_path)], env={"COLUMNS": "400"})
+    assert result.exit_code == 2 and wanted in result.output, result.output
