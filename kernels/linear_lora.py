@@ -19,6 +19,7 @@ Those waits rely on programs being started in the order of their ids, as `moe_lo
 ``BEAM_MOE_JOIN=0`` goes without them.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,9 +98,7 @@ def _expand(
             out_ptrs = out_ptr + t.to(tl.int64)[:, None] * stride_ot + n[None, :]
             mask = mine[:, None] & mask_n[None, :]
             before = tl.load(out_ptrs, mask=mask, other=0.0)
-            # the ranks of this slot alone: another one's rows may be longer, and its sums not finite
-            own = tl.where(mine[:, None] & (r < live)[None, :], shrunk, 0.0)
-            added = dot(own.to(b.dtype), tl.trans(b), before.to(tl.float32), INTERPRETED)
+            added = dot(shrunk.to(b.dtype), tl.trans(b), before.to(tl.float32), INTERPRETED)
             tl.store(out_ptrs, added.to(before.dtype), mask=mask)
 
 
@@ -263,6 +262,15 @@ def launch_form(tokens: int, widths: Sequence[int]) -> tuple[int, bool]:
     return 64 if narrow <= 132 else 128, row_blocks * len(widths) * 2 <= ARRIVAL_COUNTERS
 
 
+@functools.cache
+def _stages(device: torch.device, block_r: int) -> int:
+    """4 steps of K at a time, or 3 where shared memory has no room: sm_120 and sm_89 have 99 KiB for a program."""
+    if device.type != "cuda":
+        return 4
+    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return 4 if 3 * (_BLOCK_M + block_r) * _BLOCK_K * 2 <= room else 3
+
+
 def add_lora(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -312,7 +320,7 @@ def add_lora(
             EXCHANGE=counts is not None,
             BLOCK_M=_BLOCK_M, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, BLOCK_R=block_r,
             INTERPRETED=x.device.type == "cpu", PDL=pdl,
-            num_warps=4, num_stages=4, **extra,
+            num_warps=4, num_stages=_stages(x.device, block_r), **extra,
         )  # fmt: skip
 
 

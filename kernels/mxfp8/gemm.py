@@ -10,8 +10,8 @@
 ``dequantize``   Weights (and MXFP8 activations) to bf16 in memory, then cuBLAS. The copy of the weights lives for the
                  length of the call unless the caller keeps one and passes it as ``b_dense``.
 ``stream``       The bf16 form for up to 8 tokens on Hopper, in Gluon: codes go from memory to registers with no
-                 shared memory between (`stream`). Operands with contiguous, aligned rows; where the launch table
-                 says so.
+                 shared memory between (`stream`). Operands with contiguous, aligned rows, of a shape for which the
+                 launch table says so or has no entry.
 ``native``       Blackwell: block-scaled tensor core instructions on two MXFP8 operands (`tl.dot_scaled`). No other
                  route takes scales in the 128x4 layout of `swizzle_scales`. On sm_100 those of a tile of at
                  least 128 rows are copied to tensor memory; all others get there through registers.
@@ -27,8 +27,8 @@ ask for its first weights in L2 before it waits for the launch before its own.
 
 Sums over K may be split between programs; partial sums go to memory and a second launch, or the last program of a tile,
 adds them in a fixed order. The split depends on the shape of ``b`` and on the class of row counts (those that share an
-entry of the launch table; without one up to 16, 32, 64, 128, and above that the number of rows), never on values:
-results repeat bit for bit, and no row's result depends on the other rows of its class.
+entry of the launch table; without one up to 8 if ``stream`` takes them, 16, 32, 64, 128, and above that the number of
+rows), never on values: results repeat bit for bit, and no row's result depends on the other rows of its class.
 """
 
 import functools

@@ -97,6 +97,17 @@ def test_a_nan_stays_in_its_row(device):
     assert bool(out[1].isnan().all())
 
 
+@pytest.mark.parametrize("hidden", [40, 1100])
+def test_an_adapter_that_is_not_finite_stays_in_its_rows(device, hidden):
+    out, x, a, b = operands(device, 6, hidden, (24,), 3, 8)
+    ids, ranks = ints([0, 1, -1, 2, 0, 1], device), ints([[5], [8], [8]], device)
+    want = add_lora_reference(out, x, a, b, ids, ranks)
+    a[0][1], b[0][1, 3], b[0][1, 4:] = float("inf"), float("nan"), float("-inf")
+    add_lora(out, x, a, b, ids, ranks)
+    assert_close("out", want[[0, 2, 3, 4]], out[[0, 2, 3, 4]], 2e-3)
+    assert not out[[1, 5]].isfinite().any(1).all()
+
+
 def test_a_row_does_not_depend_on_its_batch(device):
     """Alone, among other adapters and in a larger batch with other programs: the same bits."""
     out, x, a, b = operands(device, 48, 128, (3000,), 2, 8)

@@ -74,6 +74,38 @@ def test_operands_the_stream_route_refuses(device):
             gemm(x[:, : w.shape[1]], w, config=STREAM[0])
 
 
+@pytest.mark.parametrize(("n", "k"), [(1, 512), (200, 640), (1792, 5120), (4097, 1408), (33000, 2560), (128, 60032)])
+def test_the_rule_takes_stream_where_it_fits(n, k, monkeypatch):
+    """On an H200, for shapes that its table has not: every part of K has steps, and programs of one wave fit."""
+    monkeypatch.setattr(module, "_sms", lambda device: 132)
+    config, taken = module.stream_config(n, k, 128, torch.device("cpu")), []
+    monkeypatch.setattr(module, "_stream", lambda x, b, bias, out, given: taken.append(given))
+    monkeypatch.setattr(module, "streams", lambda a, b: len(a) <= STREAM_ROWS)
+    b = MXFP8Tensor(torch.zeros(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.zeros(n, k // 32).byte(), -1)
+    gemm(torch.zeros(8, k).to(BF16), b)  # which refuses a configuration that the kernel cannot take
+    assert taken == [config]
+    steps, tiles = k // config.bk, -(-n // config.bn)
+    share = max((s + 1) * steps // config.split - s * steps // config.split for s in range(config.split))
+    assert 1 <= config.split <= steps and tiles * config.split <= 264 and 2 * tiles * config.split * share > steps
+    assert config.bk == (256 if k % 256 == 0 else 128) and 16 * config.warps == config.bn
+    words = 1 << (share - 1).bit_length()  # of steps that shared memory has room for: bf16 tokens and factors
+    assert 2 * (words * (8 * config.bk + config.bn * config.bk // 32) * 2 + 1024) <= 227 << 10
+
+
+def test_the_rule_beside_stream(monkeypatch):
+    monkeypatch.setattr(module, "_sms", lambda device: 132)
+
+    def chosen(rows, n, k, stream=False):
+        device = torch.device("cpu")
+        return module.choose(rows, n, k, device, x_dtype=BF16, prepared=False, both=False, stream=stream)
+
+    assert chosen(8, 1792, 131072, True).route == "bf16", "a share of K that no program has room for"
+    assert [(c.route, c.join) for c in (chosen(rows, 96, 512) for rows in (8, 9, 64, 65))] == [
+        *[("bf16", True)] * 3,
+        ("bf16", False),
+    ]
+
+
 @pytest.mark.parametrize(
     "change", [{"bm": 16}, {"bn": 32}, {"bk": 64}, {"bk": 512}, {"warps": 8}, {"stages": 3}, {"join": False}], ids=str
 )
