@@ -211,6 +211,17 @@ def test_each_condition_on_a_call(harness, ours, served, monkeypatch, change, re
         call()
 
 
+def test_arguments_that_the_operator_has_not_are_no_operator(harness, ours, served, monkeypatch):
+    """What is traced of such a call is vLLM's own."""
+    module, seen = layers(served.model)["o"], []
+    monkeypatch.setattr(served.adapters, "__wrapped__", lambda *a, **k: seen.append((a[4], k)))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x, y = torch.randn(2, module.input_size).half(), torch.zeros(2, module.output_size).half()
+    for scale, rest in ((1.0, {"add_inputs": False}), (0.5, {})):
+        served.adapters(y, x, module.lora_a_stacked, module.lora_b_stacked, scale, module.output_slices, **rest)
+    assert seen == [(1.0, {"add_inputs": False}), (0.5, {})]
+
+
 def test_layers_that_are_not_ours(harness, ours, tmp_path):
     """A bank of a larger rank than the kernel takes is vLLM's, and says so."""
     config = harness.engine_config(harness.write_config(tmp_path / "m"), max_lora_rank=128)

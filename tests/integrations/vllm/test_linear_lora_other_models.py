@@ -192,6 +192,8 @@ def test_who_is_served(harness, ours, tmp_path, monkeypatch, asked, change, is_o
         config = qwen(harness, tmp_path, **options)
         if change == "additional_config":
             config.additional_config = SimpleNamespace(compute_hash=lambda: "its test says so")
+        else:
+            config.additional_config = {"another plugin's": 1}
         given = config.additional_config
         with harness.built(config) as (model, manager):
             punica = manager._adapter_manager.punica_wrapper_mapping["language_model"]
@@ -200,5 +202,7 @@ def test_who_is_served(harness, ours, tmp_path, monkeypatch, asked, change, is_o
             assert ("set_lora" in model.model.layers[0].self_attn.o_proj.__dict__) is is_ours
             assert warmups == ([punica.add_lora_linear] if is_ours else [])
             marked = config.compute_hash()
+            if is_ours:
+                assert config.additional_config.items() >= given.items(), "what others keep there"
             config.additional_config = given
             assert (config.compute_hash() != marked) is is_ours

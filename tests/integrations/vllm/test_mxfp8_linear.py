@@ -244,13 +244,21 @@ def test_views(ours, served):
     k = layer.input_size_per_partition
     wide = torch.randn(8, 4 * k + 7).bfloat16()
     turned = torch.randn(k, 4).bfloat16().T
-    views = [wide[:, k : 2 * k], wide[:, 3 : k + 3], wide[::2, :k], turned, wide[2:3, :k], wide[:1, 1 : k + 1]]
+    views = [
+        wide[:, k : 2 * k],
+        wide[:, 3 : k + 3],
+        wide[::2, :k],
+        turned,
+        wide[2:3, :k],
+        wide[:1, 1 : k + 1],
+        wide[:1, :k].expand(4, k),
+    ]
     for x in [*views, wide[:6, :k].unflatten(0, (2, 3))]:
         assert_close("view", product(layer, x), layer.quant_method.apply(layer, x, None), LIMIT)
         form = ours._in_one_form(x.reshape(-1, k))
-        assert form.stride(1) == 1 and form.stride(0) % 16 == 0 and form.data_ptr() % 16 == 0
-    aligned = torch.randn(4, 2 * k).bfloat16()[:, :k]
-    assert ours._in_one_form(aligned).data_ptr() == aligned.data_ptr(), "no copy where none is needed"
+        assert form.stride(1) == 1 and form.stride(0) >= k and form.stride(0) % 16 == 0 and form.data_ptr() % 16 == 0
+    for aligned in (torch.randn(4, 2 * k).bfloat16()[:, :k], wide[:1, :k]):
+        assert ours._in_one_form(aligned).data_ptr() == aligned.data_ptr(), "no copy where none is needed"
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
@@ -264,14 +272,17 @@ def test_calls_that_the_kernel_does_not_take(ours, served, monkeypatch):
     """Served all the same, from dequantised weights, and said once."""
     layer = served_layer(served)
     strided = torch.randn(2 * layer.output_size_per_partition).bfloat16()[::2]
-    for dtype, bias in ((torch.float32, None), (torch.float16, None), (torch.bfloat16, strided)):
+    double = strided.double().contiguous()
+    for dtype, bias in (
+        (torch.float32, None), (torch.float16, None), (torch.bfloat16, strided), (torch.bfloat16, double),
+    ):  # fmt: skip
         x = rows_of(layer, 3, dtype=dtype)
         got = layer.quant_method.apply(layer, x, bias)
         assert got.dtype == dtype
         assert_close(str(dtype), product(layer, x, bias), got, LIMIT)
     layer.quant_method.apply(layer, rows_of(layer, 2, dtype=torch.float32), None)
     reasons = {d: n for (path, d), n in ours.metrics.calls.items() if path == ours.metrics.FALLBACK}
-    assert len(reasons) == 3 and reasons["its input is torch.float32"] == 2
+    assert len(reasons) == 4 and reasons["its input is torch.float32"] == 2
     monkeypatch.setenv("BEAM_MOE_STRICT", "1")
     with pytest.raises(RuntimeError, match="an MXFP8 linear"):
         layer.quant_method.apply(layer, rows_of(layer, 3, dtype=torch.float32), None)
@@ -390,7 +401,36 @@ def test_another_layout(harness, ours, tmp_path, name, what):
         kernel.process_weights_after_loading(layer)
 
 
+def test_scales_of_another_type_and_with_padding(harness, ours, tmp_path):
+    """Bytes that a checkpoint calls e8m0, behind which rows and blocks of a larger tile lie."""
+    from vllm.config import set_current_vllm_config
+
+    config = beam(harness, tmp_path)
+    with set_current_vllm_config(config):
+        kernels = [ours.BeamMxfp8LinearKernel(ours.Mxfp8LinearLayerConfig((64, 64))) for _ in range(2)]
+    compilation = config.compilation_config
+    assert compilation.custom_ops.count(f"+{ours.OPERATOR}") == 1 and compilation.enabled_custom_ops[ours.OPERATOR]
+    layer, scales = torch.nn.Module(), torch.arange(128 * 4, dtype=torch.int32).remainder(7).byte().view(128, 4) + 120
+    values = {"weight": torch.randn(64, 64).to(torch.float8_e4m3fn), "weight_scale": scales.view(torch.float8_e8m0fnu)}
+    for key, value in values.items():
+        layer.register_parameter(key, torch.nn.Parameter(value, requires_grad=False))
+    kernels[0].process_weights_after_loading(layer)
+    assert layer.weight_scale.dtype == torch.uint8 and torch.equal(layer.weight_scale, scales[:64, :2])
+    x = torch.randn(3, 64).bfloat16()
+    assert_close("product", product(layer, x), kernels[0].apply_weights(layer, x), LIMIT)
+
+
 # --- warm-up
+
+
+def test_layers_of_one_shape_share_a_warmup_unless_their_biases_differ(ours):
+    def warmup(bias):
+        layer = torch.nn.Module()
+        layer.weight, layer.weight_scale, layer.bias = torch.zeros(32, 64), torch.zeros(32, 2), bias
+        return ours.LinearWarmup(layer)
+
+    biases = (None, None, torch.zeros(32).bfloat16(), torch.zeros(32).bfloat16(), torch.zeros(32))
+    assert len(set(map(warmup, biases))) == 3
 
 
 def test_warmup(ours, served):
