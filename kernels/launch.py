@@ -21,7 +21,8 @@ class ArrivalCounters:
     A set is int32 ``(ARRIVAL_COUNTERS,)``, zeroed once and left zero by every launch; each stream has its own. Graphs
     captured on one stream share a set with each other and with that stream's calls: like everything that shares a
     workspace, run them one after another. A capture cannot zero memory once and for all, so sets for streams first met
-    in a capture are made in advance. Nothing else writes them and no program waits for one, so that none can hang.
+    in a capture are made in advance. Nothing else writes them. Programs of `linear_lora` wait for theirs: two of its
+    launches that ran on one set at once might hang or read what is not there yet.
     """
 
     SPARE = 8
