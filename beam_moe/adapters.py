@@ -36,6 +36,17 @@ PREFIX = "base_model.model."
 WEIGHTS, PICKLED, CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
 LAYOUTS = ("per_expert", "fused_3d", "shared_outer")
 SWAPPED_BEFORE = (0, 19, 1)  # PEFT versions whose target_parameters have A and B of (E, out, in) swapped
+PLAIN_LORA: dict[str, object] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "bias": "none",
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "use_dora": False,
+    "init_lora_weights": True,
+    "inference_mode": True,
+}
+"""What an adapter_config.json of ours says whatever its ranks: scales are folded into the factors, or are alpha / r."""
 
 GATE, UP, DOWN, GATE_UP = "gate", "up", "down", "gate_up"
 PROJECTIONS = {
@@ -974,8 +985,7 @@ def export_adapter(
                 alpha_pattern[inside] = alpha
     fused = sorted(f"mlp.experts.{t}" for t in {tail for _, tail in writer.ranks}) if layout == "fused_3d" else []
     peft = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **PLAIN_LORA,
         "base_model_name_or_path": base_model,
         "r": rank,
         "lora_alpha": rank,
@@ -983,12 +993,6 @@ def export_adapter(
         "alpha_pattern": alpha_pattern,
         "target_modules": sorted(modules),
         "target_parameters": fused or None,
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
         "peft_version": ".".join(map(str, SWAPPED_BEFORE)),
     }
     from safetensors.torch import save_file

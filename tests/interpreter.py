@@ -8,15 +8,16 @@ import pytest
 
 
 class AnyOrder:
-    """A kernel of a grid of two axes whose programs run in an order of chance (``seed`` 1 and on), or the reverse one;
-    one that must wait is tried again later."""
+    """A kernel of a grid of one or two axes whose programs run in an order of chance (``seed`` 1 and on), or the
+    reverse one; one that must wait is tried again later."""
 
     def __init__(self, kernel, seed):
         self.kernel, self.seed, self.postponed = kernel, seed, 0
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            programs = [(i, j, 0) for j in range(grid[1]) for i in range(grid[0])][::-1]
+            wide, high = (*grid, 1)[:2]
+            programs = [(i, j, 0) for j in range(high) for i in range(wide)][::-1]
             if self.seed:
                 random.Random(self.seed).shuffle(programs)
             while programs:

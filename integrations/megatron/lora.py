@@ -32,7 +32,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import nn
 from torch.nn import functional as F
 
-from beam_moe.adapters import DOWN, GATE, PROJECTIONS, UP
+from beam_moe.adapters import DOWN, GATE, PLAIN_LORA, PROJECTIONS, UP
 from beam_moe.integrations.megatron.layers import BeamOutputLayer
 from beam_moe.integrations.megatron.linears import (
     GroupedLinear,
@@ -415,20 +415,13 @@ def _write(tensors: dict[str, torch.Tensor], alpha: float, folder: Path, layout:
     rank, rank_pattern = peft_ranks(plain if layout == "per_expert" else tensors)
     modules = {n.rpartition(".lora_A.")[0] for n in plain if ".lora_A." in n}
     peft = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **PLAIN_LORA,
         "base_model_name_or_path": base_model,
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": rank_pattern,
         "alpha_pattern": {},
         "target_modules": sorted({n.rpartition(".")[2] for n in modules}),
-        "bias": "none",
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
     }
     if layout == "per_expert":
         from safetensors.torch import save_file

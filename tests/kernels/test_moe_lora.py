@@ -3,13 +3,12 @@ such layers have met. On the CPU in Triton's interpreter; a GPU adds graphs, lar
 """
 
 import dataclasses
-import functools
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +31,9 @@ from beam_moe.kernels.moe_lora import plan as plan_module
 from beam_moe.kernels.moe_lora import workspace as workspace_module
 from beam_moe.kernels.moe_lora.workspace import Shape, bytes_needed
 from beam_moe.kernels.mxfp8 import prepare, quantize_reference
-from beam_moe.testing import assert_close, error_ratio
+from beam_moe.testing import assert_close, error_ratio, load_script
+
+interpreter = load_script(Path(__file__).parents[1] / "interpreter.py")
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
@@ -687,41 +688,6 @@ def test_one_launch_needs_a_plan_and_one_number_of_warps(device):
             fused_moe(**args, config=dataclasses.replace(SMALL, **{"lag": 1, **wrong}))
 
 
-class AnyOrder:
-    """A kernel whose programs run in an order of chance (``seed`` 1 and on), or the reverse one; one that must wait is
-    tried again later."""
-
-    def __init__(self, kernel, seed):
-        self.kernel, self.seed, self.postponed = kernel, seed, 0
-
-    def __getitem__(self, grid):
-        def launch(*args, **kwargs):
-            programs = list(reversed(range(grid[0])))
-            if self.seed:
-                random.Random(self.seed).shuffle(programs)
-            while programs:
-                waiting = [p for p in programs if not self.ends(p, args, kwargs)]
-                assert len(waiting) < len(programs), "every program waits for another"
-                self.postponed += len(waiting)
-                programs = waiting
-
-        return launch
-
-    def ends(self, program, args, kwargs):
-        from triton.runtime.interpreter import InterpreterError, interpreter_builder
-
-        with pytest.MonkeyPatch.context() as patch:
-            place = functools.partial(setattr, interpreter_builder, "grid_idx", (program, 0, 0))
-            patch.setattr(interpreter_builder, "set_grid_idx", lambda *_: place())
-            try:
-                self.kernel[(1,)](*args, **kwargs)
-            except InterpreterError as error:
-                if "a program waits" not in repr(error):
-                    raise
-                return False
-        return True
-
-
 @pytest.mark.skipif(CUDA, reason="a GPU starts programs as it likes")
 @pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("case", _joined_cases())
@@ -737,7 +703,7 @@ def test_programs_of_one_launch_may_end_in_any_order_that_their_waits_allow(devi
     kernel = fused._joined_kernel
     for seed in (0, 1, 2):
         args["workspace"].buffer.fill_(255)
-        order = AnyOrder(kernel, seed)
+        order = interpreter.AnyOrder(kernel, seed)
         monkeypatch.setattr(fused, "_joined_kernel", order)
         assert torch.equal(fused_moe(**args, config=dataclasses.replace(config, lag=lag)), apart)
         assert order.postponed or case == "nothing_routed"
@@ -753,7 +719,7 @@ def test_blocks_taken_together_wait_for_each_of_them(device, case, monkeypatch):
     kernel = fused._joined_kernel
     for seed in (2, 3):  # where activate of a block would come before the programs that take its rows
         args["workspace"].buffer.fill_(255)
-        order = AnyOrder(kernel, seed)
+        order = interpreter.AnyOrder(kernel, seed)
         monkeypatch.setattr(fused, "_joined_kernel", order)
         same(fused_moe(**args, config=dataclasses.replace(config, wide=4, lora_wide=4, lag=4)), apart)
         assert order.postponed
