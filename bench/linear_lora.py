@@ -80,6 +80,10 @@ def operands(layer: Layer, tokens: int, live: bool, device: torch.device, dtype:
     )
 
 
+def case_of(name: str, tokens: int, live: bool) -> str:
+    return f"{name}/{'live' if live else 'idle'}/t{tokens}"
+
+
 def ours(o: Operands) -> Callable[[], object]:
     return lambda: add_lora(o.out, o.x, o.a, o.b, o.ids, o.ranks)
 
@@ -121,7 +125,7 @@ def behind_product(sets: list[Operands], calls: list[Callable[[], object]] | Non
 
 
 def measure(name: str, layer: Layer, tokens: int, live: bool, peer: bool, rounds: int) -> dict:
-    key = f"{name}/{'live' if live else 'idle'}/t{tokens}"
+    key = case_of(name, tokens, live)
     n, slices = sum(layer.widths), len(layer.widths)
     factors = 2 * RANK * (slices * layer.hidden + n) if live else 0
     count = harness.copies_for(2 * layer.hidden * n, most=32)
@@ -157,12 +161,13 @@ def run_interpreter() -> int:
     table, wrong = [], 0
     for tokens, live in ((1, True), (18, True), (3, False)):
         o = operands(SMALL, tokens, live, harness.device(), torch.float16)
+        key = case_of("small", tokens, live)
         try:
-            check(f"small/t{tokens}", ours(o), o, 2e-3)
-            table.append((f"small/{'live' if live else 'idle'}/t{tokens}", "right"))
+            check(key, ours(o), o, 2e-3)
+            table.append((key, "right"))
         except harness.WrongResult as failure:
             wrong += 1
-            table.append((f"small/t{tokens}", str(failure)))
+            table.append((key, str(failure)))
     harness.print_table("No GPU: a small layer in Triton's interpreter", ("case", "result"), table)
     return wrong
 
@@ -180,7 +185,7 @@ def main(
     rows, failures = [], 0
     counts = [int(t) for t in tokens.split(",")]
     for (name, layer), live, count in itertools.product(LAYERS.items(), (True, False), counts):
-        if only and not any(part in f"{name}/{'live' if live else 'idle'}/t{count}" for part in only.split(",")):
+        if only and not any(part in case_of(name, count, live) for part in only.split(",")):
             continue
         try:
             rows.append(measure(name, layer, count, live, peer, rounds))

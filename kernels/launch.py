@@ -15,6 +15,11 @@ def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 and env.flag("PDL")
 
 
+def shared_memory(device: torch.device | int | None) -> int:
+    """Bytes of shared memory that a program may have on a GPU: 227 KiB on sm_90, 99 KiB on sm_120 and sm_89."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # absent from stubs
+
+
 class ArrivalCounters:
     """For launches whose programs count their arrivals, so that the last of a group finishes the group's work.
 

@@ -29,7 +29,7 @@ import triton.language as tl
 
 from beam_moe import env
 from beam_moe.kernels.checks import refuse_gradient, refuse_overlap, require_device
-from beam_moe.kernels.launch import ARRIVAL_COUNTERS, ArrivalCounters, supports_pdl
+from beam_moe.kernels.launch import ARRIVAL_COUNTERS, ArrivalCounters, shared_memory, supports_pdl
 from beam_moe.kernels.moe_lora.pipeline import (
     count_up,
     dot,
@@ -267,8 +267,7 @@ def _stages(device: torch.device, block_r: int) -> int:
     """4 steps of K at a time, or 3 where shared memory has no room: sm_120 and sm_89 have 99 KiB for a program."""
     if device.type != "cuda":
         return 4
-    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return 4 if 3 * (_BLOCK_M + block_r) * _BLOCK_K * 2 <= room else 3
+    return 4 if 3 * (_BLOCK_M + block_r) * _BLOCK_K * 2 <= shared_memory(device) else 3
 
 
 def add_lora(

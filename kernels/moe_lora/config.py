@@ -11,6 +11,7 @@ import triton
 
 from beam_moe import env
 from beam_moe.kernels import tuning
+from beam_moe.kernels.launch import shared_memory
 
 OPS = {"dense": "moe_lora", "mxfp8": "moe_lora_mxfp8"}  # the table of each kind of weights
 
@@ -123,6 +124,7 @@ class MoEConfig:
         """
         dense = cls.heuristic(tokens, top_k, experts, hidden, inter)
         big = dense.block_m >= 64
+        whole = inter <= 1024 and not big
         return replace(
             dense,
             block_m=min(dense.block_m, 64),
@@ -135,9 +137,9 @@ class MoEConfig:
             down_block_n=min(64, max(16, triton.next_power_of_2(hidden))),
             down_block_k=32 if inter <= 32 else 64 if big or inter % 128 else 128,
             down_warps=4,
-            down_stages=3 if inter <= 1024 and not big else 4,
+            down_stages=3 if whole else 4,
             down_tiles=8 if big else 4,
-            down_whole=inter <= 1024 and not big,
+            down_whole=whole,
         )
 
     def candidates(self, base: str = "dense") -> Iterator[MoEConfig]:
@@ -319,10 +321,8 @@ def _pick(
     rule = MoEConfig.heuristic if base == "dense" else MoEConfig.mxfp8_heuristic
     ruled = rule(tokens, top_k, experts, hidden, inter)
     if kind == "cuda":
-        if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(index)
-            if getattr(properties, "shared_memory_per_block_optin", 0) < 200 << 10:  # absent from torch's stubs
-                ruled = _in_little_shared_memory(ruled, inter, base)
+        if torch.cuda.is_available() and shared_memory(index) < 200 << 10:
+            ruled = _in_little_shared_memory(ruled, inter, base)
         name = torch.cuda.get_device_name(index)
         tuned = tuning.lookup(name, OPS[base], tokens, top_k=top_k, experts=experts, hidden=hidden, intermediate=inter)
         if tuned is not None:

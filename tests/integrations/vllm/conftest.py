@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,11 @@ def tp2(ranks, harness):
 @pytest.fixture(scope="session")
 def pp2(ranks, harness):
     return ranks(1, 2, harness.PP2)
+
+
+@pytest.fixture
+def no_calls_yet(fake_hopper, monkeypatch):
+    """The plugin's counters at zero."""
+    from beam_moe.integrations.vllm import metrics
+
+    monkeypatch.setattr(metrics, "calls", Counter())

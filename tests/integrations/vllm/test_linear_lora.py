@@ -1,6 +1,5 @@
 """Adapters of wrapped dense layers by our launch: values, live ranks of every slot, when it serves, when vLLM does."""
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +9,14 @@ from beam_moe.testing import assert_close
 
 LIMIT = 3e-3
 
+pytestmark = pytest.mark.usefixtures("no_calls_yet")
+
 
 @pytest.fixture(scope="module")
 def ours(fake_hopper):
     from beam_moe.integrations.vllm import linear_lora
 
     return linear_lora
-
-
-@pytest.fixture(autouse=True)
-def no_calls_yet(ours, monkeypatch):
-    monkeypatch.setattr(ours.metrics, "calls", Counter())
 
 
 @pytest.fixture(scope="module")

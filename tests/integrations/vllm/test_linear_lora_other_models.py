@@ -1,7 +1,6 @@
 """Adapters of linear layers by our launch in a model that vLLM's own class builds and torch.compile traces."""
 
 import json
-from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,17 +12,14 @@ from beam_moe.testing import assert_close
 LIMIT = 3e-3
 LAYERS = 2
 
+pytestmark = pytest.mark.usefixtures("no_calls_yet")
+
 
 @pytest.fixture(scope="module")
 def ours(fake_hopper):
     from beam_moe.integrations.vllm import linear_lora
 
     return linear_lora
-
-
-@pytest.fixture(autouse=True)
-def no_calls_yet(ours, monkeypatch):
-    monkeypatch.setattr(ours.metrics, "calls", Counter())
 
 
 @contextmanager

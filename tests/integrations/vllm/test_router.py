@@ -1,6 +1,5 @@
 """Our router under vLLM's MoE runner: what it chooses, what it records, when it serves and when vLLM's own does."""
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,17 +10,14 @@ from beam_moe.testing import assert_close
 
 BEAM = {"top_k": 2, "n_group": 4, "topk_group": 2}
 
+pytestmark = pytest.mark.usefixtures("no_calls_yet")
+
 
 @pytest.fixture(scope="module")
 def ours(fake_hopper):
     from beam_moe.integrations.vllm import router
 
     return router
-
-
-@pytest.fixture(autouse=True)
-def no_calls_yet(ours, monkeypatch):
-    monkeypatch.setattr(ours.metrics, "calls", Counter())
 
 
 @pytest.fixture(scope="module")
